@@ -1,0 +1,1 @@
+"""Configuration: pydantic models, YAML files, command-line overrides. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Engines: what one rank does. Everything here keeps the `Engine` protocol."""

@@ -1,0 +1,72 @@
+"""Calling a loss that somebody else wrote: check what it returns, and keep ranks together.
+
+A loss that fails on one rank must not leave the others waiting in a collective, so the failing
+rank goes on with a loss of zero, and the error is told to all ranks after the last microbatch.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forge_trainer.metrics import Mean, Metrics, as_floats, merge_metrics
+from forge_trainer.protocols import EngineForwardBackward
+from forge_trainer.types import LossFn, LossOutput, TrainBatch
+
+from .update import Counts, count_targets
+
+
+class LossCalls:
+    """The losses of one forward_backward call on one rank."""
+
+    def __init__(self, loss_fn: LossFn, batches: Sequence[TrainBatch]) -> None:
+        self._loss_fn = loss_fn
+        self._logprobs: list[Tensor] = []
+        self._totals: list[Tensor] = []
+        self._metrics: list[Metrics] = []
+        self.counts = sum((count_targets(batch) for batch in batches), Counts())
+        self.error: str | None = None
+
+    def __call__(self, logprobs_BT: Tensor, batch: TrainBatch) -> Tensor:
+        """The loss sum to run backward on; zero, but connected, once a loss has failed."""
+        self._logprobs.append(logprobs_BT.detach())
+        if self.error is None:
+            try:
+                output = _checked(self._loss_fn(logprobs_BT, batch))
+            except Exception as error:
+                self.error = "".join(traceback.format_exception(error, limit=-3)).strip()
+            else:
+                self._totals.append(output.total.detach())
+                self._metrics.append(output.metrics)
+                return output.total
+        # Kept connected to the graph so that every rank still runs backward.
+        return 0.0 * logprobs_BT.sum()
+
+    def result(self, *, return_logprobs: bool) -> EngineForwardBackward:
+        """This rank's share; waits for the device."""
+        kept = self._logprobs if return_logprobs else []
+        loss_sum = float(torch.stack(self._totals).sum()) if self._totals else 0.0
+        metrics = merge_metrics(as_floats(metrics) for metrics in self._metrics)
+        metrics["loss/mean"] = Mean(loss_sum, self.counts.tokens)
+        return EngineForwardBackward(
+            loss_sum=loss_sum,
+            num_target_tokens=self.counts.tokens,
+            num_sequences=self.counts.sequences,
+            metrics=metrics,
+            logprobs_BT=[logprobs_BT.float().cpu() for logprobs_BT in kept],
+        )
+
+
+def _checked(output: LossOutput) -> LossOutput:
+    if not isinstance(output, LossOutput):
+        raise TypeError(f"a loss must return LossOutput, got {type(output).__name__}")
+    total = output.total
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        got = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise TypeError(f"LossOutput.total must be a 0-dim tensor, the sum over tokens; got {got}")
+    if not total.requires_grad:
+        raise ValueError("LossOutput.total does not depend on the log-probs; nothing would be learned")
+    return output

@@ -1,0 +1,226 @@
+"""TitanEngine: one rank of a TorchTitan model behind the `Engine` protocol.
+
+A batch's path: token ids -> model (hidden states) -> lm_head (log-probs) -> loss (a sum) ->
+backward (FSDP sums gradients over ranks) -> Updater (one division, clip, step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+from forge_trainer.config.schema import TrainerConfig
+from forge_trainer.errors import EngineError
+from forge_trainer.hf import read_hf_config, read_model_facts
+from forge_trainer.protocols import (
+    EngineFacts,
+    EngineForwardBackward,
+    MicrobatchOutput,
+    WeightPiece,
+)
+from forge_trainer.types import (
+    CheckpointInfo,
+    LossFn,
+    Normalize,
+    OptimParams,
+    OptimStepResult,
+    TrainBatch,
+)
+
+from ..checkpoint import load_checkpoint, save_checkpoint
+from ..loss_call import LossCalls
+from ..platform import resolve_device
+from ..update import Counts, Updater
+from .attention import attention_masks, inner_attention_config
+from .model import build_model_spec
+from .parallel import build_model, build_parallel_dims, load_hf_weights
+from .platform import World, join_process_group, select_device
+from .weights import hf_pieces
+
+CONSTANT_SCHEDULE_STEPS = 2**31
+"""Length given to TorchTitan for a schedule without an end; it asserts past its last step."""
+
+
+class TitanEngine:
+    """Keeps the `Engine` protocol. Call `setup` first."""
+
+    def __init__(self, config: TrainerConfig, model_dir: Path, world: World | None = None) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._world = world or World()
+
+    def setup(self) -> None:
+        """Join the process group, build and shard the model, load its weights."""
+        config = self._config
+        self._device = select_device(resolve_device(config.device), self._world)
+        join_process_group(self._device, self._world, config.collective_timeout_s)
+        facts = read_model_facts(self._model_dir)
+        self._max_sequence_tokens = config.max_sequence_tokens or facts.max_sequence_tokens
+        spec = build_model_spec(
+            read_hf_config(self._model_dir),
+            max_sequence_tokens=self._max_sequence_tokens,
+            inner_attention=inner_attention_config(self._device),
+        )
+        self._parallel_dims = build_parallel_dims(config)
+        self._model = build_model(spec, config, self._parallel_dims, self._device)
+        assert spec.state_dict_adapter is not None
+        self._adapter = spec.state_dict_adapter(spec.model, None)
+        load_hf_weights(self._model, self._adapter, self._model_dir)
+        self._build_optimizer()
+
+    def _build_optimizer(self) -> None:
+        config, optimizer, schedule = self._config, self._config.optimizer, self._config.lr_schedule
+        adamw = default_adamw(
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        adamw.implementation = "fused" if self._device.type == "cuda" else "foreach"
+        self._optimizers = adamw.build(model_parts=[self._model])
+        total_steps = schedule.total_steps or CONSTANT_SCHEDULE_STEPS
+        self._schedulers = LRSchedulersContainer.Config(
+            warmup_steps=schedule.warmup_steps,
+            decay_ratio=schedule.decay_steps / total_steps,
+            decay_type=schedule.decay_type,
+            min_lr_factor=schedule.min_lr_factor,
+        ).build(optimizers=self._optimizers, training_steps=total_steps)
+        self._updater = Updater(
+            optimizers=list(self._optimizers),
+            schedulers=list(self._schedulers),
+            schedule_steps=schedule.total_steps,
+            reduce_counts=self._reduce_counts,
+            max_grad_norm=optimizer.max_grad_norm,
+            on_non_finite=config.on_non_finite,
+            rank=self._world.rank,
+        )
+
+    @property
+    def step(self) -> int:
+        return self._updater.step
+
+    @property
+    def accumulated(self) -> tuple[int, int]:
+        counts = self._updater.accumulated
+        return counts.sequences, counts.tokens
+
+    def facts(self) -> EngineFacts:
+        facts = read_model_facts(self._model_dir)
+        dp_mesh = self._parallel_dims.get_optional_mesh("batch")
+        dp_rank = dp_mesh.get_local_rank() if dp_mesh is not None else 0
+        return EngineFacts(
+            model_type=facts.model_type,
+            vocab_size=facts.vocab_size,
+            max_sequence_tokens=self._max_sequence_tokens,
+            num_parameters=sum(p.numel() for p in self._model.parameters()),
+            dp_rank=dp_rank,
+            dp_size=self._config.dp_size,
+            coordinates={"dp": dp_rank},
+            device=str(self._device),
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, batches: Sequence[TrainBatch], *, with_entropy: bool = False
+    ) -> list[MicrobatchOutput]:
+        outputs = []
+        for batch in batches:
+            logprobs_BT, entropies_BT = self._token_logprobs(batch.to(self._device), with_entropy)
+            entropies = None if entropies_BT is None else entropies_BT.cpu()
+            outputs.append(MicrobatchOutput(logprobs_BT.cpu(), entropies))
+        return outputs
+
+    def forward_backward(
+        self, batches: Sequence[TrainBatch], loss_fn: LossFn, *, return_logprobs: bool = False
+    ) -> EngineForwardBackward:
+        calls = LossCalls(loss_fn, batches)
+        for batch in (batch.to(self._device) for batch in batches):
+            logprobs_BT, _ = self._token_logprobs(batch)
+            calls(logprobs_BT, batch).backward()  # type: ignore[no-untyped-call]
+        if self._any_rank(calls.error is not None):
+            self.clear_gradients()
+            cause = calls.error or "the loss failed on another rank"
+            raise EngineError(
+                f"the loss failed: {cause}", rank=self._world.rank, phase="forward_backward"
+            )
+        self._updater.add(calls.counts)
+        return calls.result(return_logprobs=return_logprobs)
+
+    def optim_step(
+        self, *, normalize: Normalize = "tokens", params: OptimParams | None = None
+    ) -> OptimStepResult:
+        return self._updater.optim_step(normalize=normalize, params=params)
+
+    def clear_gradients(self) -> None:
+        self._updater.clear()
+
+    def save(self, path: str) -> CheckpointInfo:
+        return save_checkpoint(self._training_state(), Path(path), self.step)
+
+    def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
+        state = self._training_state()
+        if weights_only:
+            state = {"model": state["model"]}
+        info = load_checkpoint(state, Path(path))
+        if not weights_only:
+            self._optimizers.load_state_dict(state["optimizer"])
+            self._schedulers.load_state_dict(state["lr_scheduler"])
+            self._updater.step = info.step
+        self._updater.clear()
+        return info
+
+    def weight_pieces(self, *, dtype: torch.dtype) -> Iterator[WeightPiece]:
+        return hf_pieces(self._model, self._adapter, dtype=dtype)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _token_logprobs(
+        self, batch: TrainBatch, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden_BTH = self._model(
+            batch.token_ids_BT,
+            positions=batch.positions_BT,
+            attention_masks=attention_masks(self._model, batch.positions_BT),
+        )
+        outputs: tuple[Tensor, Tensor | None] = self._model.lm_head(
+            hidden_BTH,
+            batch.token_ids_BT,
+            batch.document_ids_BT,
+            batch.temperatures_BT,
+            with_entropy,
+        )
+        return outputs
+
+    def _training_state(self) -> dict[str, Any]:
+        """Everything a resumed run needs; its tensors are the live ones, filled in place."""
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizers.state_dict(),
+            "lr_scheduler": self._schedulers.state_dict(),
+        }
+
+    def _reduce_counts(self, counts: Counts) -> Counts:
+        """Summed over data-parallel ranks only: other axes see the same tokens."""
+        mesh = self._parallel_dims.get_optional_mesh("batch")
+        if mesh is None:
+            return counts
+        total = torch.tensor([counts.sequences, counts.tokens], device=self._device)
+        dist.all_reduce(total, group=mesh.get_group())
+        sequences, tokens = total.tolist()
+        return Counts(int(sequences), int(tokens))
+
+    def _any_rank(self, happened: bool) -> bool:
+        if self._world.size == 1:
+            return happened
+        flag = torch.tensor(int(happened), device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())

@@ -1,0 +1,51 @@
+"""The device and the process group of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torchtitan.distributed.parallel_dims
+import torchtitan.distributed.utils
+import torchtitan.tools.utils
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where this process stands. With more than one rank, MASTER_ADDR and MASTER_PORT are set."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+
+
+def select_device(device: torch.device, world: World) -> torch.device:
+    """Tell TorchTitan and torch which device this rank uses."""
+    if device.type == "cuda":
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    # TorchTitan 0.3.0 picks its device when imported, and falls back to "cuda" where there is no
+    # accelerator. The modules below hold that choice; it may go when TorchTitan takes a device.
+    for module in (torchtitan.tools.utils, torchtitan.distributed.utils):
+        module.device_type = device.type
+        module.device_module = torch.get_device_module(device.type)
+    torchtitan.distributed.parallel_dims.device_type = device.type
+    return device
+
+
+def join_process_group(device: torch.device, world: World, timeout_s: float) -> None:
+    """Become a member of the default group; does nothing if the process already is one."""
+    if dist.is_initialized():
+        return
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    timeout = timedelta(seconds=timeout_s)
+    if world.size == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        dist.init_process_group(
+            backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout
+        )

@@ -1,0 +1,68 @@
+"""The sharded state dict in Hugging Face form: this rank's rectangle of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+from forge_trainer.protocols import WeightPiece
+
+
+def hf_pieces(
+    model: Decoder, adapter: BaseStateDictAdapter, *, dtype: torch.dtype
+) -> Iterator[WeightPiece]:
+    """Copies, on the CPU, of what this rank alone is responsible for.
+
+    A tensor replicated over an axis comes from that axis's first rank; an empty shard from none.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, value in model.state_dict().items():
+        target_dtype = dtype if name in parameters else value.dtype
+        for hf_name, hf_value in adapter.to_hf({name: _splittable(model, name, value)}).items():
+            piece = _own_piece(hf_name, hf_value, target_dtype)
+            if piece is not None:
+                yield piece
+
+
+def _splittable(model: Decoder, name: str, value: Tensor) -> Tensor:
+    """The tensor in a layout that the adapter can reshape by heads.
+
+    Llama's adapter permutes q and k head by head, which DTensor refuses where a shard boundary
+    runs through a head; such a tensor is gathered first. A collective: same order on all ranks.
+    """
+    if not isinstance(model, Llama3Model) or not isinstance(value, DTensor):
+        return value
+    attention = model.config.layers[0].attention
+    heads = {"wq.weight": attention.n_heads, "wk.weight": attention.n_kv_heads or attention.n_heads}
+    for suffix, num_heads in heads.items():
+        if name.endswith(suffix) and num_heads % value.device_mesh.size():
+            return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return value
+
+
+def _own_piece(name: str, value: Tensor, dtype: torch.dtype) -> WeightPiece | None:
+    shape = tuple(value.shape)
+    if not isinstance(value, DTensor):
+        return WeightPiece(name, shape, (0,) * len(shape), _cpu_copy(value, dtype))
+    mesh, placements = value.device_mesh, value.placements
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    for coordinate, placement in zip(coordinates, placements, strict=True):
+        if isinstance(placement, Replicate) and coordinate != 0:
+            return None
+    local = value.to_local()
+    if local.numel() == 0:
+        return None
+    _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    return WeightPiece(name, shape, tuple(int(o) for o in offsets), _cpu_copy(local, dtype))
+
+
+def _cpu_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype, copy=True).contiguous()

@@ -1,0 +1,174 @@
+"""The optimizer step that every engine shares: count, norm, check, scale once, step.
+
+The gradients that arrive here are sums over target tokens. One scalar turns them into the
+normalised, clipped gradient: min(1, max_norm / norm') / count with norm' = norm / count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from forge_trainer.errors import DataError, NonFiniteError
+from forge_trainer.metrics import Last, Metric
+from forge_trainer.types import Normalize, OptimParams, OptimStepResult, TrainBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """What the accumulated gradient is a sum over."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.sequences + other.sequences, self.tokens + other.tokens)
+
+
+def count_targets(batch: TrainBatch) -> Counts:
+    """Target tokens, and documents with at least one."""
+    targets = batch.document_ids_BT[batch.loss_mask_BT]
+    return Counts(sequences=len(torch.unique(targets)), tokens=targets.numel())
+
+
+class Updater:
+    """Owns the optimizers, the schedule, the counts and the step of one rank."""
+
+    def __init__(
+        self,
+        *,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[LRScheduler],
+        schedule_steps: int | None,
+        reduce_counts: Callable[[Counts], Counts],
+        max_grad_norm: float,
+        on_non_finite: Literal["raise", "skip"],
+        rank: int,
+    ) -> None:
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._schedule_steps = schedule_steps
+        self._reduce_counts = reduce_counts
+        self._max_grad_norm = max_grad_norm
+        self._on_non_finite = on_non_finite
+        self._rank = rank
+        self.step = 0
+        self.skipped_steps = 0
+        self.accumulated = Counts()
+
+    def add(self, counts: Counts) -> None:
+        """Note what a backward pass added to the gradients."""
+        self.accumulated += counts
+
+    def clear(self) -> None:
+        """Drop gradients and counts."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.accumulated = Counts()
+
+    def optim_step(self, *, normalize: Normalize, params: OptimParams | None) -> OptimStepResult:
+        """Apply the accumulated gradient once.
+
+        Raises:
+            DataError: nothing was accumulated that `normalize` could divide by.
+            NonFiniteError: the gradient is not finite and the policy is "raise". Parameters,
+                optimizer state and step are untouched; the gradient is dropped.
+        """
+        params = params or OptimParams()
+        count = self._divisor(normalize)
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        norm = _total_norm(grads) / count
+        if not math.isfinite(norm):
+            return self._refuse_non_finite(norm)
+        max_norm = self._max_grad_norm if params.max_grad_norm is None else params.max_grad_norm
+        clip = min(1.0, max_norm / norm) if norm > 0 else 1.0
+        torch._foreach_mul_([_local(grad) for grad in grads], clip / count)
+        with self._overridden(params):
+            learning_rate = float(self._optimizers[0].param_groups[0]["lr"])
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self.step += 1
+        if self._schedule_steps is None or self.step <= self._schedule_steps:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        self.clear()
+        return OptimStepResult(
+            step=self.step, grad_norm=norm, learning_rate=learning_rate, metrics=self._metrics()
+        )
+
+    def _divisor(self, normalize: Normalize) -> int:
+        total = self._reduce_counts(self.accumulated)
+        choices = {"tokens": total.tokens, "sequences": total.sequences, "none": 1}
+        if normalize not in choices:
+            raise DataError(f"normalize is {normalize!r}; use one of {sorted(choices)}")
+        if total.tokens == 0:
+            raise DataError(
+                "optim_step has no target token to learn from; call forward_backward with a "
+                "loss_mask that marks at least one token"
+            )
+        return choices[normalize]
+
+    def _refuse_non_finite(self, norm: float) -> OptimStepResult:
+        learning_rate = float(self._optimizers[0].param_groups[0]["lr"])
+        self.clear()
+        if self._on_non_finite == "raise":
+            raise NonFiniteError(
+                f"the gradient norm is {norm}; parameters are untouched, the gradient is dropped",
+                rank=self._rank,
+                phase="optim_step",
+                step=self.step,
+            )
+        self.skipped_steps += 1
+        return OptimStepResult(
+            step=self.step,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            skipped=True,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> dict[str, Metric]:
+        return {"trainer/skipped_steps": Last(float(self.skipped_steps))}
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    @contextlib.contextmanager
+    def _overridden(self, params: OptimParams) -> Iterator[None]:
+        """The optimizers with `params` in force, as they were afterwards."""
+        given = {
+            name: value
+            for name in ("lr", "betas", "eps", "weight_decay")
+            if (value := getattr(params, name)) is not None
+        }
+        groups: list[dict[str, Any]] = [g for o in self._optimizers for g in o.param_groups]
+        before = [{name: group[name] for name in given} for group in groups]
+        try:
+            for group in groups:
+                group.update(given)
+            yield
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
+
+
+def _total_norm(grads: Sequence[Tensor]) -> float:
+    norm = torch.nn.utils.get_total_norm(list(grads), norm_type=2.0)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return float(norm)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,1 @@
+"""Pure functions: losses, log-probs, advantages, packing, rewards, schedules. No side effects."""

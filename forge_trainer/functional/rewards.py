@@ -1,0 +1,50 @@
+"""Rewards on text: a completion and its prompt in, a number out. No tokens, no model.
+
+A user's own reward is any function of the same form, named in the config as "package.module:name".
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from forge_trainer.errors import ConfigError
+from forge_trainer.types import Prompt, RewardFn
+
+
+def exact_match(completion: str, prompt: Prompt) -> float:
+    """1.0 if the completion is the answer, white space around it aside; else 0.0."""
+    return float(completion.strip() == prompt.answer)
+
+
+def prefix_match(completion: str, prompt: Prompt) -> float:
+    """1.0 for the answer alone, 0.5 for the answer followed by anything, else 0.0.
+
+    Half a reward for a right start lets a model learn the answer before it learns to stop.
+    """
+    text = completion.strip()
+    if text == prompt.answer:
+        return 1.0
+    return 0.5 if text.startswith(prompt.answer) else 0.0
+
+
+REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "prefix_match": prefix_match}
+
+
+def resolve_reward(name: str) -> RewardFn:
+    """The reward called `name`, or the function that "package.module:name" points at.
+
+    Raises:
+        ConfigError: no such reward, module or function.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise ConfigError(
+            f"reward {name!r} is unknown; use one of {sorted(REWARDS)} or 'package.module:function'"
+        )
+    try:
+        reward: RewardFn = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"reward {name!r} cannot be imported: {error}") from error
+    return reward

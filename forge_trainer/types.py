@@ -1,0 +1,264 @@
+"""The values that cross a border: what goes into a trainer, what comes out, what is published.
+
+Axes in names: B rows, T positions, V vocabulary, G members of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge_trainer.metrics import Metric
+
+Normalize = Literal["tokens", "sequences", "none"]
+
+PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_weights")
+"""The optional per-token fields of a TrainSequence; each sits at the token it describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question for the model, as text, with what the reward needs to judge the answer."""
+
+    text: str
+    answer: str
+    task: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How completions are sampled. Top-p and top-k are absent: they make the ratio a lie."""
+
+    max_completion_tokens: int
+    temperature: float = 1.0
+    num_completions: int = 1
+    """Completions per prompt (the group size G)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generator answers, with the log-probs of the distribution it was sampled from."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One per completion token, in nats, at `temperature`."""
+    text: str
+    policy_version: int
+    temperature: float
+    stopped: bool
+    """True: ended by a stop token. False: cut at the length limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A completion with its reward; episodes of one prompt share `group_id`."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One ragged training item of L tokens.
+
+    Every per-token field has length L and sits at the index of the token it describes:
+    `loss_mask[t]` says that token t is a target. The first token can never be one.
+    """
+
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    advantages: Sequence[float] | None = None
+    generator_logprobs: Sequence[float] | None = None
+    ref_logprobs: Sequence[float] | None = None
+    token_weights: Sequence[float] | None = None
+    """Multiplies a token's loss, e.g. 1/|o_i| for a per-sequence mean. None means 1."""
+    temperature: float = 1.0
+    """The temperature the completion was sampled at; log-probs are computed at the same one."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One packed microbatch for one data-parallel rank. All tensors are [B, T].
+
+    Padding has document id -1, position 0 and an all-zero mask. Document ids are the index of
+    the sequence in the call that packed it.
+    """
+
+    token_ids_BT: Tensor
+    positions_BT: Tensor
+    document_ids_BT: Tensor
+    loss_mask_BT: Tensor
+    temperatures_BT: Tensor
+    advantages_BT: Tensor | None = None
+    generator_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+    token_weights_BT: Tensor | None = None
+
+    def to(self, device: torch.device) -> TrainBatch:
+        """The same batch on `device`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved = {name: None if t is None else t.to(device) for name, t in values.items()}
+        return TrainBatch(**moved)
+
+    def require(self, field_name: str, loss_name: str) -> Tensor:
+        """The optional field `field_name`, or a ValueError that says which loss needs it."""
+        value: Tensor | None = getattr(self, f"{field_name}_BT")
+        if value is None:
+            raise ValueError(f"loss {loss_name!r} needs the per-token field {field_name!r}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a loss returns: `total` is a 0-dim SUM over target tokens, never a mean."""
+
+    total: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """May hold 0-dim tensors: they stay on the device until the call ends."""
+
+
+LossFn = Callable[[Tensor, TrainBatch], LossOutput]
+"""(logprobs_BT, batch) -> LossOutput"""
+
+RewardFn = Callable[[str, Prompt], float]
+"""(completion text, its prompt) -> reward"""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimParams:
+    """Optimizer settings for one step; None keeps the configured value."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Per-sequence log-probs, aligned with the tokens; index 0 is 0.0 and means nothing."""
+
+    logprobs: list[list[float]]
+    entropies: list[list[float]] | None = None
+    """Entropy in nats of the distribution each token was drawn from, if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardResult:
+    metrics: dict[str, Metric]
+    """`loss/...` metrics; `loss/mean` is the loss sum divided by the number of target tokens."""
+    num_target_tokens: int
+    num_sequences: int
+    """Sequences with at least one target token."""
+    logprobs: list[list[float]] | None = None
+    """Per sequence, aligned with its tokens, if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepResult:
+    step: int
+    """Optimizer updates completed, this one included."""
+    grad_norm: float
+    """L2 norm of the normalised gradient before clipping."""
+    learning_rate: float
+    """The rate this update used."""
+    skipped: bool = False
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStepResult:
+    forward_backward: ForwardBackwardResult
+    optim: OptimStepResult
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What was really written or loaded."""
+
+    path: str
+    step: int
+    format: Literal["dcp"]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WeightsVersion:
+    """Totally ordered name of a set of weights; every load or restart opens a new epoch."""
+
+    epoch: int
+    policy_version: int
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}v{self.policy_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """What `push_weights` published, and what `pull_weights` takes."""
+
+    version: WeightsVersion
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """Static facts of one rank."""
+
+    rank: int
+    coordinates: dict[str, int]
+    """Index on every mesh axis, e.g. {"dp": 1, "tp": 0, "pp": 0}."""
+    device: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFacts:
+    """What `get_config` returns: facts that do not change while the trainer lives."""
+
+    model_path: str
+    model_type: str
+    vocab_size: int
+    max_sequence_tokens: int
+    num_parameters: int
+    dp_size: int
+    ranks: list[RankFacts]
+    library_versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """A snapshot that never waits for the step it describes."""
+
+    step: int
+    phase: str
+    """`idle`, or the name of the call that is running."""
+    seconds_in_phase: float
+    accumulated_sequences: int
+    accumulated_tokens: int
+    published: WeightsVersion | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStatus:
+    policy_version: int | None
+    """None: no weights were pulled yet, the initial ones are in use."""
+    phase: str
+    num_completions: int
