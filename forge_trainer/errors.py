@@ -72,3 +72,7 @@ class NonFiniteError(_LocatedError):
 
 class WorkerLostError(_LocatedError):
     """A process of a mesh died or stopped answering; the mesh is lost."""
+
+
+class CollectiveError(WorkerLostError):
+    """A collective broke under this rank because another one is gone or late."""

@@ -156,6 +156,15 @@ def check_tokenizer_fits_model(path: Path, facts: ModelFacts) -> None:
         )
 
 
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The directory's tokenizer, with a padding token."""
     from transformers import AutoTokenizer
@@ -169,7 +178,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The directory's model in `dtype` on `device`, in evaluation mode."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
     return model.to(device).eval()  # type: ignore[arg-type]
 
@@ -192,7 +203,9 @@ def create_tiny_model(folder: Path, tiny: TinyModelConfig, *, seed: int) -> Path
     """Write a model with random weights and a byte-level tokenizer; the same for the same seed."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     tokenizer = _byte_level_tokenizer()
     tokenizer.save_pretrained(folder)
     shape = {

@@ -177,7 +177,7 @@ class WeightStore(Protocol):
 
     async def read_manifest(self, version: WeightsVersion) -> Manifest: ...
 
-    async def read_tensor(self, entry: TensorEntry) -> Tensor:
+    async def read_tensor(self, version: WeightsVersion, entry: TensorEntry) -> Tensor:
         """The whole tensor on the CPU, every piece checked."""
         ...
 

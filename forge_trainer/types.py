@@ -217,6 +217,24 @@ class WeightsRef:
 
 
 @dataclass(frozen=True, slots=True)
+class World:
+    """Where a process stands in its group."""
+
+    rank: int = 0
+    local_rank: int = 0
+    """Index among the processes of its host; picks the GPU."""
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CallTicket:
+    """Which handle makes a call to a trainer mesh, and the how-manieth of its calls it is."""
+
+    handle_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """Static facts of one rank."""
 
@@ -243,8 +261,8 @@ class TrainerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerStatus:
-    """A snapshot that never waits for the step it describes."""
+class RankStatus:
+    """A snapshot of one rank that never waits for the step it describes."""
 
     step: int
     phase: str
@@ -252,13 +270,27 @@ class TrainerStatus:
     seconds_in_phase: float
     accumulated_sequences: int
     accumulated_tokens: int
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """What `get_status` returns: a snapshot that never waits for the step it describes."""
+
+    step: int
+    phase: str
+    """Of the first rank: `idle`, or the name of the call that is running."""
+    seconds_in_phase: float
+    accumulated_sequences: int
+    """Over all data-parallel ranks, like the tokens."""
+    accumulated_tokens: int
     published: WeightsVersion | None
     last_error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStatus:
-    policy_version: int | None
-    """None: no weights were pulled yet, the initial ones are in use."""
+    version: WeightsVersion
+    """The weights in use; e0v0 are those of the model directory until a pull."""
     phase: str
     num_completions: int

@@ -1,0 +1,1 @@
+"""Actors: thin Monarch shells. An endpoint takes its turn, delegates, returns."""

@@ -145,6 +145,8 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time."""
     on_non_finite: Literal["raise", "skip"] = "raise"
+    cpu_threads: PositiveInt = 1
+    """Threads of each rank's computations on the CPU."""
     collective_timeout_s: PositiveFloat = 60.0
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of torch.distributed's store; None takes a free one."""
@@ -200,6 +202,8 @@ class GeneratorConfig(Section):
     temperature: PositiveFloat = 1.0
     batch_size: PositiveInt = 256
     """Completions sampled at one time."""
+    cpu_threads: PositiveInt = 1
+    """Threads of the generator's computations on the CPU."""
 
 
 class TaskConfig(Section):

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from forge_trainer.config.schema import TrainerConfig
 from forge_trainer.errors import EngineError
 from forge_trainer.functional.schedules import warmup_stable_decay
-from forge_trainer.hf import load_causal_lm, read_model_facts
+from forge_trainer.hf import load_causal_lm, read_model_facts, resolve_device
 from forge_trainer.protocols import (
     EngineFacts,
     EngineForwardBackward,
@@ -41,7 +41,6 @@ from forge_trainer.types import (
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .loss_call import LossCalls
-from .platform import resolve_device
 from .update import Updater
 
 

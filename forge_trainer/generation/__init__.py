@@ -1,0 +1,1 @@
+"""Generation: prompts in, completions with log-probs out. Each backend keeps `Generator`."""

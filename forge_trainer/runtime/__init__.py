@@ -1,0 +1,1 @@
+"""Runtime: meshes, handles and the loops of a run."""

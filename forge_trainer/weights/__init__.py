@@ -1,0 +1,1 @@
+"""Weight stores: where published weights versions live. Each keeps the `WeightStore` protocol."""

@@ -17,7 +17,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from forge_trainer.config.schema import TrainerConfig
 from forge_trainer.errors import EngineError
-from forge_trainer.hf import read_hf_config, read_model_facts
+from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
 from forge_trainer.protocols import (
     EngineFacts,
     EngineForwardBackward,
@@ -31,16 +31,16 @@ from forge_trainer.types import (
     OptimParams,
     OptimStepResult,
     TrainBatch,
+    World,
 )
 
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..loss_call import LossCalls
-from ..platform import resolve_device
 from ..update import Counts, Updater
 from .attention import attention_masks, inner_attention_config
 from .model import build_model_spec
 from .parallel import build_model, build_parallel_dims, load_hf_weights
-from .platform import World, join_process_group, select_device
+from .platform import join_process_group, select_device
 from .weights import hf_pieces
 
 CONSTANT_SCHEDULE_STEPS = 2**31
@@ -143,11 +143,11 @@ class TitanEngine:
         for batch in (batch.to(self._device) for batch in batches):
             logprobs_BT, _ = self._token_logprobs(batch)
             calls(logprobs_BT, batch).backward()  # type: ignore[no-untyped-call]
-        if self._any_rank(calls.error is not None):
+        failed_rank, cause = self._first_error(calls.error)
+        if cause is not None:
             self.clear_gradients()
-            cause = calls.error or "the loss failed on another rank"
             raise EngineError(
-                f"the loss failed: {cause}", rank=self._world.rank, phase="forward_backward"
+                f"the loss failed: {cause}", rank=failed_rank, phase="forward_backward"
             )
         self._updater.add(calls.counts)
         return calls.result(return_logprobs=return_logprobs)
@@ -218,9 +218,14 @@ class TitanEngine:
         sequences, tokens = total.tolist()
         return Counts(int(sequences), int(tokens))
 
-    def _any_rank(self, happened: bool) -> bool:
+    def _first_error(self, own: str | None) -> tuple[int, str | None]:
+        """The lowest rank with an error and its text, the same on all ranks."""
         if self._world.size == 1:
-            return happened
-        flag = torch.tensor(int(happened), device=self._device)
+            return self._world.rank, own
+        flag = torch.tensor(int(own is not None), device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        if not flag.item():
+            return self._world.rank, None
+        errors: list[str | None] = [None] * self._world.size
+        dist.all_gather_object(errors, own)
+        return next((rank, error) for rank, error in enumerate(errors) if error is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,14 +10,7 @@ import torchtitan.distributed.parallel_dims
 import torchtitan.distributed.utils
 import torchtitan.tools.utils
 
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """Where this process stands. With more than one rank, MASTER_ADDR and MASTER_PORT are set."""
-
-    rank: int = 0
-    local_rank: int = 0
-    size: int = 1
+from forge_trainer.types import World
 
 
 def select_device(device: torch.device, world: World) -> torch.device:
@@ -36,7 +28,10 @@ def select_device(device: torch.device, world: World) -> torch.device:
 
 
 def join_process_group(device: torch.device, world: World, timeout_s: float) -> None:
-    """Become a member of the default group; does nothing if the process already is one."""
+    """Become a member of the default group; does nothing if the process already is one.
+
+    With more than one rank, MASTER_ADDR and MASTER_PORT must be set.
+    """
     if dist.is_initialized():
         return
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"

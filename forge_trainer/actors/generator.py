@@ -1,0 +1,63 @@
+"""TransformersGeneratorActor: the Monarch actor around a transformers generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint
+
+from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.types import (
+    Completion,
+    GeneratorStatus,
+    SamplingParams,
+    WeightsRef,
+    WeightsVersion,
+)
+from forge_trainer.weights.torchstore import TorchStoreWeightStore
+
+
+class TransformersGeneratorActor(Actor):
+    """One generator. It runs in the dtype that weights are published in."""
+
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        weights: WeightsConfig,
+        model_dir: str,
+        store_name: str,
+        seed: int,
+    ) -> None:
+        dtype: torch.dtype = getattr(torch, weights.dtype)
+        self._generator = TransformersGenerator(
+            config,
+            model_dir=Path(model_dir),
+            store=TorchStoreWeightStore(store_name),
+            dtype=dtype,
+            seed=seed,
+        )
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        await self._generator.setup()
+
+    @concurrent_endpoint
+    async def generate(
+        self, prompts: Sequence[str], sampling: SamplingParams
+    ) -> list[list[Completion]]:
+        return await self._generator.generate(prompts, sampling)
+
+    @concurrent_endpoint
+    async def pull_weights(self, ref: WeightsRef) -> WeightsVersion:
+        return await self._generator.pull_weights(ref)
+
+    @concurrent_endpoint
+    async def status(self) -> GeneratorStatus:
+        return await self._generator.get_status()
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._generator.close()

@@ -1,0 +1,150 @@
+"""TitanTrainer: the Monarch actor around one trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
+
+from forge_trainer.config.schema import TrainerConfig, WeightsConfig
+from forge_trainer.errors import EngineError
+from forge_trainer.protocols import (
+    EngineFacts,
+    EngineForwardBackward,
+    Manifest,
+    MicrobatchOutput,
+    PieceRecord,
+)
+from forge_trainer.types import (
+    CallTicket,
+    CheckpointInfo,
+    LossFn,
+    Normalize,
+    OptimParams,
+    OptimStepResult,
+    RankFacts,
+    RankStatus,
+    TrainBatch,
+    WeightsVersion,
+    World,
+)
+from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from forge_trainer.worker import Worker
+
+RANKS = "ranks"
+"""The axis of a trainer's process mesh."""
+
+
+class TitanTrainer(Actor):
+    """One rank of a trainer mesh, driven by exactly one handle.
+
+    Endpoints are concurrent so that `get_status` answers while a step runs on the worker's
+    thread. Every other call carries a ticket: calls run in ticket order, and a second handle,
+    whose calls could reach ranks in different orders, is refused.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, weights: WeightsConfig, model_dir: str, store_name: str
+    ) -> None:
+        point = current_rank()
+        size = 1
+        for extent in current_size().values():
+            size *= extent
+        self._rank = point.rank
+        self._next: CallTicket | None = None
+        self._worker = Worker(
+            config,
+            weights,
+            model_dir=Path(model_dir),
+            store=TorchStoreWeightStore(store_name),
+            world=World(rank=point.rank, local_rank=point[RANKS], size=size),
+        )
+
+    def _take_turn(self, ticket: CallTicket) -> None:
+        expected = self._next or CallTicket(ticket.handle_id, 0)
+        if ticket != expected:
+            raise EngineError(
+                f"got call {ticket}, expected {expected}: only one handle may drive a trainer",
+                rank=self._rank,
+            )
+        self._next = CallTicket(ticket.handle_id, ticket.number + 1)
+
+    @concurrent_endpoint
+    async def setup(self, ticket: CallTicket) -> EngineFacts:
+        self._take_turn(ticket)
+        return await self._worker.setup()
+
+    @concurrent_endpoint
+    async def forward(
+        self, ticket: CallTicket, batches: Sequence[TrainBatch], with_entropy: bool
+    ) -> list[MicrobatchOutput]:
+        self._take_turn(ticket)
+        return await self._worker.forward(batches, with_entropy)
+
+    @concurrent_endpoint
+    async def forward_backward(
+        self,
+        ticket: CallTicket,
+        batches: Sequence[TrainBatch],
+        loss: str | LossFn,
+        loss_config: Mapping[str, Any] | None,
+        return_logprobs: bool,
+    ) -> EngineForwardBackward:
+        self._take_turn(ticket)
+        return await self._worker.forward_backward(batches, loss, loss_config, return_logprobs)
+
+    @concurrent_endpoint
+    async def optim_step(
+        self, ticket: CallTicket, normalize: Normalize, params: OptimParams | None
+    ) -> OptimStepResult:
+        self._take_turn(ticket)
+        return await self._worker.optim_step(normalize, params)
+
+    @concurrent_endpoint
+    async def clear_gradients(self, ticket: CallTicket) -> None:
+        self._take_turn(ticket)
+        await self._worker.clear_gradients()
+
+    @concurrent_endpoint
+    async def save(self, ticket: CallTicket, path: str) -> CheckpointInfo:
+        self._take_turn(ticket)
+        return await self._worker.save(path)
+
+    @concurrent_endpoint
+    async def load(self, ticket: CallTicket, path: str, weights_only: bool) -> CheckpointInfo:
+        self._take_turn(ticket)
+        return await self._worker.load(path, weights_only)
+
+    @concurrent_endpoint
+    async def write_weights(
+        self, ticket: CallTicket, version: WeightsVersion
+    ) -> list[PieceRecord]:
+        self._take_turn(ticket)
+        return await self._worker.write_weights(version)
+
+    @concurrent_endpoint
+    async def commit_weights(self, manifest: Manifest) -> None:
+        await self._worker.commit_weights(manifest)
+
+    @concurrent_endpoint
+    async def held_versions(self) -> list[WeightsVersion]:
+        return await self._worker.held_versions()
+
+    @concurrent_endpoint
+    async def drop_weights(self, version: WeightsVersion) -> None:
+        await self._worker.drop_weights(version)
+
+    @concurrent_endpoint
+    async def facts(self) -> RankFacts:
+        return await self._worker.facts()
+
+    @concurrent_endpoint
+    async def status(self) -> RankStatus:
+        return await self._worker.status()
+
+    @concurrent_endpoint
+    async def close(self, ticket: CallTicket) -> None:
+        self._take_turn(ticket)
+        await self._worker.close()

@@ -1,0 +1,178 @@
+"""Handles over Monarch: the only file that calls endpoints.
+
+It turns what Monarch raises into the project's errors: the error a worker raised, or
+WorkerLostError with the rank whose process died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import (
+    SupervisionError as MonarchSupervisionError,
+)
+from monarch.actor import ActorError
+
+from forge_trainer.actors.generator import TransformersGeneratorActor
+from forge_trainer.actors.trainer import RANKS, TitanTrainer
+from forge_trainer.errors import CollectiveError, ForgeTrainerError, WorkerLostError
+from forge_trainer.types import (
+    CallTicket,
+    Completion,
+    GeneratorStatus,
+    SamplingParams,
+    WeightsRef,
+    WeightsVersion,
+)
+
+GRACE_S = 30.0
+"""Added to the collective timeout before a rank that does not answer is given up. Monarch needs
+about 9 s to notice a dead process."""
+CLOSE_TIMEOUT_S = 20.0
+
+
+class MeshRanks:
+    """Keeps `RankCalls` over a mesh of TitanTrainer actors."""
+
+    def __init__(
+        self, actors: TitanTrainer, *, num_ranks: int, collective_timeout_s: float
+    ) -> None:
+        self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(num_ranks)]  # type: ignore[attr-defined]
+        self._handle_id = uuid.uuid4().hex[:8]
+        self._number = 0
+        self._give_up_s = collective_timeout_s + GRACE_S
+        self._lost: WorkerLostError | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        if self._lost is not None:
+            raise self._lost
+        ticket = CallTicket(self._handle_id, self._number)
+        self._number += 1
+        # All messages leave before anything is awaited, so that no rank waits for another's.
+        sent = [
+            getattr(rank, method).call_one(ticket, *args)
+            for rank, args in zip(self._ranks, args_by_rank, strict=True)
+        ]
+        tasks = [
+            asyncio.create_task(_translated(future, rank, method), name=f"{method}[{rank}]")
+            for rank, future in enumerate(sent)
+        ]
+        try:
+            return await self._all_or_first_cause(tasks, method)
+        except WorkerLostError as error:
+            self._lost = error
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _all_or_first_cause(self, tasks: list[asyncio.Task[Any]], method: str) -> list[Any]:
+        """All results, or the error that explains the others.
+
+        Waits without limit while all is well. After a first failure the other ranks get the
+        time that a broken collective takes to end.
+        """
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            done, pending = await asyncio.wait(tasks, timeout=self._give_up_s)
+        errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+        if pending:
+            silent = next(rank for rank, task in enumerate(tasks) if task in pending)
+            cause = f"; first error of the others: {errors[0]}" if errors else ""
+            raise WorkerLostError(
+                f"a rank did not answer within {self._give_up_s:.0f} s after another failed{cause}",
+                rank=silent,
+                phase=method,
+            )
+        if errors:
+            raise _cause(errors)
+        return [task.result() for task in tasks]
+
+    async def ask(self, rank: int, method: str, *args: Any) -> Any:
+        return await _translated(getattr(self._ranks[rank], method).call_one(*args), rank, method)
+
+    async def close(self) -> None:
+        if self._lost is None:
+            await asyncio.wait_for(self.call("close", [()] * self.size), CLOSE_TIMEOUT_S)
+
+
+def _cause(errors: Sequence[BaseException]) -> BaseException:
+    """A dead process explains broken collectives; a rank's own error explains those, too."""
+
+    def how_far_from_the_cause(error: BaseException) -> int:
+        if isinstance(error, CollectiveError):
+            return 2
+        return 0 if isinstance(error, WorkerLostError) else 1
+
+    first = min(errors, key=how_far_from_the_cause)
+    if any(isinstance(error, CollectiveError) for error in errors) and not isinstance(
+        first, WorkerLostError
+    ):
+        # The others lost a collective because of it, so the mesh cannot be used any more.
+        rank, phase = getattr(first, "rank", None), getattr(first, "phase", None)
+        step = getattr(first, "step", None)
+        return WorkerLostError(f"the mesh is lost: {first}", rank=rank, phase=phase, step=step)
+    return first
+
+
+class GeneratorHandle:
+    """Keeps the `Generator` protocol over one generator actor."""
+
+    def __init__(self, actor: TransformersGeneratorActor) -> None:
+        self._actor: Any = actor
+
+    async def setup(self) -> None:
+        """Load the model."""
+        await self._call(lambda: self._actor.setup.call_one(), "setup")
+
+    async def generate(
+        self, prompts: Sequence[str], sampling: SamplingParams
+    ) -> list[list[Completion]]:
+        completions: list[list[Completion]] = await self._call(
+            lambda: self._actor.generate.call_one(prompts, sampling), "generate"
+        )
+        return completions
+
+    async def pull_weights(self, ref: WeightsRef) -> WeightsVersion:
+        version: WeightsVersion = await self._call(
+            lambda: self._actor.pull_weights.call_one(ref), "pull_weights"
+        )
+        return version
+
+    async def get_status(self) -> GeneratorStatus:
+        status: GeneratorStatus = await self._call(
+            lambda: self._actor.status.call_one(), "get_status"
+        )
+        return status
+
+    async def close(self) -> None:
+        await asyncio.wait_for(
+            self._call(lambda: self._actor.close.call_one(), "close"), CLOSE_TIMEOUT_S
+        )
+
+    async def _call(self, send: Callable[[], Awaitable[Any]], phase: str) -> Any:
+        return await _translated(send(), 0, phase, mesh="generator")
+
+
+async def _translated(
+    future: Awaitable[Any], rank: int, phase: str, *, mesh: str = "trainer"
+) -> Any:
+    """The result of an endpoint, or the project's error for what Monarch raised."""
+    try:
+        return await future
+    except ActorError as error:
+        if isinstance(error.exception, ForgeTrainerError):
+            raise error.exception from error
+        raise
+    except MonarchSupervisionError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise WorkerLostError(
+            f"a {mesh} process is gone: {reason}", rank=rank, phase=phase
+        ) from error

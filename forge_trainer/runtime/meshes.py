@@ -1,0 +1,86 @@
+"""Process meshes: what runs where, and what every process does first.
+
+The only file that sets environment variables or touches Monarch's global hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+from typing import Any
+
+import monarch.actor
+from monarch.actor import ProcMesh, this_host
+from monarch.spmd import setup_torch_elastic_env_async
+
+from forge_trainer.actors.trainer import RANKS
+from forge_trainer.errors import ConfigError
+
+from . import torchstore_patch
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_controller() -> None:
+    """Make this process fit to drive meshes: patched torchstore, and faults as exceptions.
+
+    By default Monarch interrupts the controller when a process dies (exit code 130, as if the
+    user had pressed Ctrl-C). Here the call that needed the process raises instead.
+    """
+    torchstore_patch.apply()
+    monarch.actor.unhandled_fault_hook = _log_fault
+
+
+def _log_fault(failure: Any) -> None:
+    logger.debug("mesh %s lost ranks %s", failure.mesh_name, failure.crashed_ranks)
+
+
+def spawn_mesh(name: str, *, num_processes: int, cpu_threads: int) -> ProcMesh:
+    """Processes on this host, with a single axis `ranks`; not waited for."""
+    return this_host().spawn_procs(
+        per_host={RANKS: num_processes},
+        bootstrap=functools.partial(_bootstrap, cpu_threads),
+        name=name,
+    )
+
+
+def _bootstrap(cpu_threads: int) -> None:
+    """Runs in a new process before any actor is made in it."""
+    # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
+    os.setpgid(0, 0)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import torch
+
+    torch.set_num_threads(cpu_threads)
+    # Imported before actors are: two actors unpickled at once would import it half each.
+    torchstore_patch.apply()
+
+
+async def join_ranks(mesh: ProcMesh, master_port: int | None) -> None:
+    """Tell every process its rank and where rank 0 listens, as torchrun would.
+
+    Raises:
+        ConfigError: the configured port is in use.
+    """
+    if master_port is None:
+        await setup_torch_elastic_env_async(mesh)
+    else:
+        require_free_port(master_port)
+        await setup_torch_elastic_env_async(
+            mesh, master_addr="127.0.0.1", master_port=master_port
+        )
+
+
+def require_free_port(port: int) -> None:
+    """Raises ConfigError if something listens on `port` of this host already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.master_port: {port} is in use on this host ({error.strerror}); "
+                "leave it out to get a free one"
+            ) from error

@@ -1,0 +1,201 @@
+"""One rank of a trainer: an engine and a weight store behind one work thread. No Monarch here.
+
+All engine calls run on the work thread, in the order in which they came, so the event loop stays
+free: `status` answers while a step runs. Publishing to the store runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from forge_trainer.config.schema import TrainerConfig, WeightsConfig
+from forge_trainer.engine import make_engine
+from forge_trainer.errors import (
+    CollectiveError,
+    EngineError,
+    ForgeTrainerError,
+    WeightsError,
+)
+from forge_trainer.functional.losses import make_loss
+from forge_trainer.protocols import (
+    EngineFacts,
+    EngineForwardBackward,
+    Manifest,
+    MicrobatchOutput,
+    PieceRecord,
+    WeightPiece,
+    WeightStore,
+)
+from forge_trainer.types import (
+    CheckpointInfo,
+    LossFn,
+    Normalize,
+    OptimParams,
+    OptimStepResult,
+    RankFacts,
+    RankStatus,
+    TrainBatch,
+    WeightsVersion,
+    World,
+)
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Call `setup` first and `close` last."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        weights: WeightsConfig,
+        *,
+        model_dir: Path,
+        store: WeightStore,
+        world: World,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._model_dir = model_dir
+        self._store = store
+        self._world = world
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._phase, self._phase_since = "idle", time.monotonic()
+        self._is_set_up = False
+        self._last_error: str | None = None
+        self._engine = make_engine(config, model_dir, world)
+
+    async def setup(self) -> EngineFacts:
+        """Build the engine; the same call on all ranks."""
+        return await self._run("setup", self._setup_engine)
+
+    def _setup_engine(self) -> EngineFacts:
+        self._engine.setup()
+        self._is_set_up = True
+        return self._engine.facts()
+
+    async def forward(
+        self, batches: Sequence[TrainBatch], with_entropy: bool
+    ) -> list[MicrobatchOutput]:
+        return await self._run(
+            "forward", lambda: self._engine.forward(batches, with_entropy=with_entropy)
+        )
+
+    async def forward_backward(
+        self,
+        batches: Sequence[TrainBatch],
+        loss: str | LossFn,
+        loss_config: Mapping[str, Any] | None,
+        return_logprobs: bool,
+    ) -> EngineForwardBackward:
+        loss_fn = make_loss(loss, loss_config)
+        return await self._run(
+            "forward_backward",
+            lambda: self._engine.forward_backward(
+                batches, loss_fn, return_logprobs=return_logprobs
+            ),
+        )
+
+    async def optim_step(self, normalize: Normalize, params: OptimParams | None) -> OptimStepResult:
+        return await self._run(
+            "optim_step", lambda: self._engine.optim_step(normalize=normalize, params=params)
+        )
+
+    async def clear_gradients(self) -> None:
+        await self._run("clear_gradients", self._engine.clear_gradients)
+
+    async def save(self, path: str) -> CheckpointInfo:
+        return await self._run("save", lambda: self._engine.save(path))
+
+    async def load(self, path: str, weights_only: bool) -> CheckpointInfo:
+        return await self._run("load", lambda: self._engine.load(path, weights_only=weights_only))
+
+    async def write_weights(self, version: WeightsVersion) -> list[PieceRecord]:
+        """Copy this rank's pieces on the work thread, then put them into the store."""
+        pieces = await self._run("stage_weights", lambda: self._stage_weights(version))
+        return await self._store.write_pieces(version, self._world.rank, pieces)
+
+    def _stage_weights(self, version: WeightsVersion) -> list[WeightPiece]:
+        dtype: torch.dtype = getattr(torch, self._weights.dtype)
+        pieces = list(self._engine.weight_pieces(dtype=dtype))
+        for piece in pieces:
+            if not torch.isfinite(piece.data).all():
+                raise WeightsError(f"weights {version}: {piece.name} is not finite; not published")
+        return pieces
+
+    async def commit_weights(self, manifest: Manifest) -> None:
+        """Publish: from here on the version exists. Called on one rank, last."""
+        await self._store.commit(manifest)
+
+    async def held_versions(self) -> list[WeightsVersion]:
+        return await self._store.versions()
+
+    async def drop_weights(self, version: WeightsVersion) -> None:
+        await self._store.drop(version)
+
+    async def facts(self) -> RankFacts:
+        facts = self._engine.facts()
+        return RankFacts(
+            rank=self._world.rank,
+            coordinates=facts.coordinates,
+            device=facts.device,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    async def status(self) -> RankStatus:
+        """A snapshot; never waits for the work thread."""
+        sequences, tokens = self._engine.accumulated if self._is_set_up else (0, 0)
+        return RankStatus(
+            step=self._engine.step if self._is_set_up else 0,
+            phase=self._phase,
+            seconds_in_phase=time.monotonic() - self._phase_since,
+            accumulated_sequences=sequences,
+            accumulated_tokens=tokens,
+            last_error=self._last_error,
+        )
+
+    async def close(self) -> None:
+        """Wait for the work thread and free the engine."""
+        await self._run("close", self._engine.close)
+        self._thread.shutdown(wait=True)
+
+    async def _run(self, phase: str, work: Callable[[], T]) -> T:
+        """The result of `work` on the work thread; its errors say where they come from."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._work, phase, work
+        )
+
+    def _work(self, phase: str, work: Callable[[], T]) -> T:
+        self._phase, self._phase_since = phase, time.monotonic()
+        try:
+            return work()
+        except ForgeTrainerError as error:
+            self._last_error = str(error)
+            raise
+        except Exception as error:
+            self._last_error = f"{type(error).__name__}: {error}"
+            kind = CollectiveError if is_collective_failure(error) else EngineError
+            step = self._engine.step if self._is_set_up else None
+            raise kind(self._last_error, rank=self._world.rank, phase=phase, step=step) from error
+        finally:
+            self._phase, self._phase_since = "idle", time.monotonic()
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """True if a collective broke because another rank is gone or late."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("gloo", "connection closed by peer", "connection reset by peer")
+    )
