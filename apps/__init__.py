@@ -1,0 +1,1 @@
+"""Apps: short scripts over forge_trainer."""

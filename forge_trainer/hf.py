@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_trainer.config.schema import GeneratorConfig, ModelConfig, TinyModelConfig, TrainerConfig
+from forge_trainer.config.schema import GeneratorConfig, TinyModelConfig, TrainerConfig
 from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,29 +34,39 @@ class ModelFacts:
     tie_embeddings: bool
 
 
-def resolve_model_dir(model: ModelConfig, run_folder: Path, seed: int) -> Path:
-    """The local directory of the model: made on the fly, given, or downloaded from the hub.
+def find_model_dir(path: str) -> Path:
+    """The local directory of a model that is given by directory or hub id.
 
     Raises:
         ConfigError: neither a directory nor a hub id that can be fetched.
     """
-    if model.tiny is not None:
-        return create_tiny_model(run_folder / "model", model.tiny, seed=seed)
-    assert model.path is not None
-    path = Path(model.path)
-    if path.is_dir():
-        return path
-    if path.exists() or model.path.startswith((".", "/")):
-        raise ConfigError(f"model.path {model.path!r} is not a directory; give a Hugging Face one")
+    local = Path(path)
+    if local.is_dir():
+        return local
+    if local.exists() or path.startswith((".", "/", "~")):
+        raise ConfigError(f"model.path: {path!r} is not a directory; give a Hugging Face one")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model.path, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:
         raise ConfigError(
-            f"model.path {model.path!r} is no local directory and cannot be fetched from the hub: "
+            f"model.path: {path!r} is no local directory and cannot be fetched from the hub: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def check_model(path: Path, trainer: TrainerConfig, generator: GeneratorConfig) -> ModelFacts:
+    """The model's facts, once trainer, generator and tokenizer are known to fit it.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    facts = read_model_facts(path)
+    check_trainer_fits_model(trainer, facts)
+    check_generator_fits_model(generator, facts)
+    check_tokenizer_fits_model(path, facts)
+    return facts
 
 
 def read_model_facts(path: Path) -> ModelFacts:

@@ -6,7 +6,6 @@ and every message has the full key path. Overrides are `--section.key value`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,9 +123,3 @@ def _explain(detail: ErrorDetails) -> str:
     if isinstance(detail["input"], dict | BaseModel):
         return f"{key}: {message}"
     return f"{key}: got {detail['input']!r}; {message[0].lower()}{message[1:]}"
-
-
-def exit_with_config_error(error: ConfigError) -> None:
-    """Tell the user and leave with exit code 2."""
-    print(f"ConfigError: {error}", file=sys.stderr)
-    raise SystemExit(2)

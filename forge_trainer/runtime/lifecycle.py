@@ -1,7 +1,8 @@
-"""The processes of a run, from first to last: start in order, close in reverse order.
+"""The processes of a run, from first to last.
 
-Order: store, then trainer and generator side by side. Closing is the same backwards, also after
-a failure or Ctrl-C, and nothing that fails while closing keeps the rest from being closed.
+All processes start side by side, since importing is most of the start. Closing goes generator,
+trainer, store, then their processes; also after a failure or Ctrl-C, and nothing that fails
+while closing keeps the rest from being closed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from forge_trainer.config.schema import GeneratorConfig, TrainerConfig, WeightsC
 from forge_trainer.errors import ConfigError
 
 from .handles import GeneratorHandle, MeshRanks
-from .meshes import join_ranks, prepare_controller, spawn_mesh
+from .meshes import join_ranks, prepare_controller, require_free_port, spawn_mesh
+from .tasks import first_error
 from .trainer import TrainerHandle, TrainerSetup
 
 logger = logging.getLogger(__name__)
 
 STORE_NAME = "forge_trainer"
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,89 +42,91 @@ class Services:
 
 
 @contextlib.asynccontextmanager
-async def running_store() -> AsyncIterator[str]:
-    """A torchstore with one volume in a process of its own; yields its name.
-
-    Raises:
-        ConfigError: this controller runs a store already.
-    """
-    prepare_controller()
-    async with _running_mesh("store", num_processes=1, cpu_threads=1) as mesh:
-        try:
-            await ts.initialize(mesh=mesh, store_name=STORE_NAME)
-        except Exception as error:
-            if "already initialized" not in str(error):
-                raise
-            raise ConfigError(
-                "this process runs a weight store already; close the other run first"
-            ) from error
-        try:
-            yield STORE_NAME
-        finally:
-            await _closing("store", lambda: ts.shutdown(STORE_NAME))
-
-
-@contextlib.asynccontextmanager
-async def running_trainer(
-    config: TrainerConfig,
-    *,
+async def running_services(
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
     weights: WeightsConfig,
+    *,
     model_dir: Path,
     checkpoint_folder: Path,
-    store_name: str,
-) -> AsyncIterator[TrainerHandle]:
-    """A TitanTrainer mesh, set up, behind its handle."""
-    async with _running_mesh(
-        "trainer", num_processes=config.num_ranks, cpu_threads=config.cpu_threads
-    ) as mesh:
-        await join_ranks(mesh, config.master_port)
-        actors = mesh.spawn("trainer", TitanTrainer, config, weights, str(model_dir), store_name)
-        ranks = MeshRanks(
-            actors,
-            num_ranks=config.num_ranks,
-            collective_timeout_s=config.collective_timeout_s,
+    seed: int = 0,
+) -> AsyncIterator[Services]:
+    """A store, a TitanTrainer mesh and a generator, ready for calls.
+
+    Raises:
+        ConfigError: the trainer's port is in use, or this process runs services already.
+    """
+    if trainer.master_port is not None:
+        require_free_port(trainer.master_port)
+    prepare_controller()
+    async with contextlib.AsyncExitStack() as stack:
+        store_mesh = await stack.enter_async_context(_running_mesh("store", 1, 1))
+        trainer_mesh = await stack.enter_async_context(
+            _running_mesh("trainer", trainer.num_ranks, trainer.cpu_threads)
         )
-        handle = TrainerHandle(TrainerSetup(config, weights, model_dir, checkpoint_folder), ranks)
-        await handle.setup()
-        try:
-            yield handle
-        finally:
-            await _closing("trainer", handle.close)
+        generator_mesh = await stack.enter_async_context(
+            _running_mesh("generator", 1, generator.cpu_threads)
+        )
+        setup = TrainerSetup(trainer, weights, model_dir, checkpoint_folder)
+        async with first_error() as starting:
+            store = starting.create_task(_start_store(store_mesh), name="store")
+            training = starting.create_task(_start_trainer(trainer_mesh, setup), name="trainer")
+            generating = starting.create_task(
+                _start_generator(generator_mesh, generator, weights, model_dir, seed),
+                name="generator",
+            )
+        stack.push_async_callback(_closing, "store", lambda: ts.shutdown(store.result()))
+        stack.push_async_callback(_closing, "trainer", training.result().close)
+        stack.push_async_callback(_closing, "generator", generating.result().close)
+        yield Services(training.result(), generating.result())
 
 
-@contextlib.asynccontextmanager
-async def running_generator(
-    config: GeneratorConfig,
-    *,
-    weights: WeightsConfig,
-    model_dir: Path,
-    store_name: str,
-    seed: int,
-) -> AsyncIterator[GeneratorHandle]:
-    """A generator actor, set up, behind its handle."""
-    async with _running_mesh(
-        "generator", num_processes=1, cpu_threads=config.cpu_threads
-    ) as mesh:
-        actor = mesh.spawn(
-            "generator",
-            TransformersGeneratorActor,
-            config,
-            weights,
-            str(model_dir),
-            store_name,
-            seed,
-        )
-        handle = GeneratorHandle(actor)
-        await handle.setup()
-        try:
-            yield handle
-        finally:
-            await _closing("generator", handle.close)
+async def _start_store(mesh: ProcMesh) -> str:
+    try:
+        await ts.initialize(mesh=mesh, store_name=STORE_NAME)
+    except Exception as error:
+        if "already initialized" not in str(error):
+            raise
+        raise ConfigError(
+            "this process runs a weight store already; close the other run first"
+        ) from error
+    return STORE_NAME
+
+
+async def _start_trainer(mesh: ProcMesh, setup: TrainerSetup) -> TrainerHandle:
+    config = setup.trainer
+    await join_ranks(mesh, config.master_port)
+    actors = mesh.spawn(
+        "trainer", TitanTrainer, config, setup.weights, str(setup.model_dir), STORE_NAME
+    )
+    ranks = MeshRanks(
+        actors, num_ranks=config.num_ranks, collective_timeout_s=config.collective_timeout_s
+    )
+    handle = TrainerHandle(setup, ranks)
+    await handle.setup()
+    return handle
+
+
+async def _start_generator(
+    mesh: ProcMesh, config: GeneratorConfig, weights: WeightsConfig, model_dir: Path, seed: int
+) -> GeneratorHandle:
+    actor = mesh.spawn(
+        "generator",
+        TransformersGeneratorActor,
+        config,
+        weights,
+        str(model_dir),
+        STORE_NAME,
+        seed,
+    )
+    handle = GeneratorHandle(actor)
+    await handle.setup()
+    return handle
 
 
 @contextlib.asynccontextmanager
 async def _running_mesh(
-    name: str, *, num_processes: int, cpu_threads: int
+    name: str, num_processes: int, cpu_threads: int
 ) -> AsyncIterator[ProcMesh]:
     mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads)
     try:

@@ -1,0 +1,123 @@
+"""GRPO from a config file: config, processes, loops.
+
+    python -m apps.grpo.main --config configs/grpo_tiny.yaml [--overwrite] [--section.key value]
+
+Exit codes: 0 done, 1 failed, 2 the config cannot work, 130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apps.command_line import run_app
+from forge_trainer.config.schema import GrpoConfig
+
+if TYPE_CHECKING:
+    from forge_trainer.data.prompts import Task
+    from forge_trainer.reporting import Reporter
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the app; the process's exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    return run_app("apps.grpo.main", GrpoConfig, given, start)
+
+
+def start(config: GrpoConfig) -> None:
+    """Check everything that can be checked without processes, then train.
+
+    Raises:
+        ConfigError: before anything was started.
+    """
+    from forge_trainer import hf
+    from forge_trainer.config.load import dump_config
+    from forge_trainer.data.prompts import make_task
+    from forge_trainer.runtime.run_folder import CONFIG_FILE, MODEL_FOLDER, prepare_run_folder
+
+    task = make_task(config.task, seed=config.run.seed)
+    if config.model.path is not None:
+        model_dir = hf.find_model_dir(config.model.path)
+        hf.check_model(model_dir, config.trainer, config.generator)
+    folder = prepare_run_folder(config.run)
+    dump_config(config, folder / CONFIG_FILE)
+    if config.model.tiny is not None:
+        model_dir = folder / MODEL_FOLDER
+        hf.create_tiny_model(model_dir, config.model.tiny, seed=config.run.seed)
+        hf.check_model(model_dir, config.trainer, config.generator)
+    asyncio.run(train(config, model_dir, folder, task))
+
+
+async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -> None:
+    """Start the processes and run both loops until the steps are done."""
+    from forge_trainer.replay import Replay
+    from forge_trainer.runtime.lifecycle import running_services
+    from forge_trainer.runtime.pipeline import Pipeline
+    from forge_trainer.runtime.rollout import run_rollout
+    from forge_trainer.runtime.run_folder import CHECKPOINTS_FOLDER
+    from forge_trainer.runtime.tasks import run_with_background
+    from forge_trainer.runtime.train_loop import TrainPlan, run_training
+    from forge_trainer.types import SamplingParams
+
+    algorithm = config.algorithm
+    replay = Replay(max_policy_age=algorithm.max_policy_age, seed=config.run.seed)
+    pipeline = Pipeline(
+        replay,
+        groups_per_step=algorithm.groups_per_step,
+        max_policy_age=algorithm.max_policy_age,
+    )
+    sampling = SamplingParams(
+        max_completion_tokens=config.generator.max_completion_tokens,
+        temperature=config.generator.temperature,
+        num_completions=algorithm.group_size,
+    )
+    plan = TrainPlan(config.run.steps, algorithm, config.trainer.checkpoint_interval)
+    checkpoints = Path(config.trainer.checkpoint_folder or folder / CHECKPOINTS_FOLDER)
+    reporter = make_reporter(config, folder)
+    try:
+        async with running_services(
+            config.trainer,
+            config.generator,
+            config.weights,
+            model_dir=model_dir,
+            checkpoint_folder=checkpoints,
+            seed=config.run.seed,
+        ) as services:
+            rollout = run_rollout(
+                services.generator,
+                task,
+                pipeline,
+                sampling=sampling,
+                groups_per_step=algorithm.groups_per_step,
+            )
+            training = run_training(
+                services.trainer, services.generator, pipeline, reporter, plan
+            )
+            await run_with_background(training, rollout)
+    finally:
+        reporter.close()
+
+
+def make_reporter(config: GrpoConfig, folder: Path) -> Reporter:
+    """All sinks that the config asks for."""
+    from forge_trainer.reporting import Reporter, Sink
+    from forge_trainer.reporting.console import ConsoleSink, SummarySink
+    from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
+    from forge_trainer.runtime.run_folder import METRICS_FILE, ROLLOUTS_FILE, TENSORBOARD_FOLDER
+
+    sinks: list[Sink] = [
+        MetricsFile(folder / METRICS_FILE),
+        RolloutsFile(folder / ROLLOUTS_FILE, per_step=config.reporting.rollouts_per_step),
+    ]
+    if config.reporting.tensorboard:
+        sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER))
+    if config.reporting.console:
+        sinks += [SummarySink(str(folder)), ConsoleSink(steps=config.run.steps)]
+    return Reporter(sinks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

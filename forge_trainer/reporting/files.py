@@ -1,0 +1,72 @@
+"""Files of a run: metrics.jsonl, rollouts.jsonl and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from forge_trainer.types import Episode
+
+
+class MetricsFile:
+    """One JSON object a step. Numbers that are not finite are written as null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        _write_line(self._file, finite)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RolloutsFile:
+    """One JSON object per episode, for the first `per_step` episodes of every step."""
+
+    def __init__(self, path: Path, *, per_step: int) -> None:
+        self._file = path.open("a")
+        self._per_step = per_step
+
+    def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
+        for episode in episodes[: self._per_step]:
+            _write_line(
+                self._file,
+                {
+                    "step": row["step"],
+                    "prompt": episode.prompt.text,
+                    "completion": episode.completion.text,
+                    "answer": episode.prompt.answer,
+                    "reward": episode.reward,
+                    "policy_version": episode.completion.policy_version,
+                },
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Every number as a scalar."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, int(row["step"]))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def _write_line(file: IO[str], values: Mapping[str, object]) -> None:
+    # Flushed line by line, so that a killed run has all its finished steps on disk.
+    file.write(json.dumps(values) + "\n")
+    file.flush()

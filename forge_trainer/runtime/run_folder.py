@@ -1,0 +1,72 @@
+"""The folder of a run: refused when it holds another run, emptied only when asked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from forge_trainer.config.schema import RunConfig
+from forge_trainer.errors import ConfigError
+
+CONFIG_FILE = "run_config.yaml"
+"""The resolved config; its presence says that a folder holds a run."""
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+CHECKPOINTS_FOLDER = "checkpoints"
+MODEL_FOLDER = "model"
+"""A model made on the fly."""
+CONTENTS = (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    TENSORBOARD_FOLDER,
+    CHECKPOINTS_FOLDER,
+    MODEL_FOLDER,
+    CONFIG_FILE,
+)
+"""All that a run writes, and all that --overwrite deletes."""
+
+
+def prepare_run_folder(run: RunConfig) -> Path:
+    """A writable folder without an earlier run.
+
+    Raises:
+        ConfigError: it holds a run and overwrite is off, holds something else, or cannot be
+            written.
+    """
+    folder = Path(run.folder)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"run.folder: {folder} is a file")
+        if folder.exists() and any(folder.iterdir()):
+            _require_replaceable(folder, run.overwrite)
+            _delete_run(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot write to {folder}: {error.strerror}") from error
+    return folder
+
+
+def _require_replaceable(folder: Path, overwrite: bool) -> None:
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"run.folder: {folder} is not empty and holds no run ({CONFIG_FILE} is missing); "
+            "nothing was touched, choose another folder"
+        )
+    if not overwrite:
+        raise ConfigError(
+            f"run.folder: {folder} holds an earlier run; give --overwrite to replace it, or "
+            "another --run.folder"
+        )
+
+
+def _delete_run(folder: Path) -> None:
+    for name in CONTENTS:
+        entry = folder / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)

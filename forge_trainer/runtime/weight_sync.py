@@ -1,0 +1,29 @@
+"""From a trainer's update to a generator's next completion."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from forge_trainer.protocols import Generator, Trainer
+from forge_trainer.types import WeightsRef
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    ref: WeightsRef
+    push_s: float
+    pull_s: float
+
+
+async def sync_weights(trainer: Trainer, generator: Generator) -> SyncReport:
+    """Push, then pull; the trainer drops old versions after a push.
+
+    The order matters: a version is dropped only when `keep_versions` newer ones exist, so the
+    one being pulled is never among them.
+    """
+    start = time.perf_counter()
+    ref = await trainer.push_weights()
+    pushed = time.perf_counter()
+    await generator.pull_weights(ref)
+    return SyncReport(ref, push_s=pushed - start, pull_s=time.perf_counter() - pushed)
