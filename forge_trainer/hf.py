@@ -117,7 +117,8 @@ def check_trainer_fits_model(trainer: TrainerConfig, facts: ModelFacts) -> None:
     for name, heads in (("attention", facts.num_heads), ("key-value", facts.num_kv_heads)):
         if heads % tensor:
             raise ConfigError(
-                f"trainer.parallel.tensor: {tensor} does not divide the model's {heads} {name} heads"
+                f"trainer.parallel.tensor: {tensor} does not divide the model's {heads} "
+                f"{name} heads"
             )
     for axis in ("tensor", "pipeline"):
         if getattr(trainer.parallel, axis) > 1:
@@ -185,14 +186,18 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_causal_lm(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_causal_lm(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     """The directory's model in `dtype` on `device`, in evaluation mode."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
-    return model.to(device).eval()  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    return model
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -251,8 +256,8 @@ def _byte_level_tokenizer() -> PreTrainedTokenizerBase:
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -109,8 +109,10 @@ class TrainBatch:
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch on `device`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved = {name: None if t is None else t.to(device) for name, t in values.items()}
-        return TrainBatch(**moved)
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device) for name, value in values.items()
+        }
+        return dataclasses.replace(self, **moved)
 
     def require(self, field_name: str, loss_name: str) -> Tensor:
         """The optional field `field_name`, or a ValueError that says which loss needs it."""

@@ -93,9 +93,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
                 sampling=sampling,
                 groups_per_step=algorithm.groups_per_step,
             )
-            training = run_training(
-                services.trainer, services.generator, pipeline, reporter, plan
-            )
+            training = run_training(services.trainer, services.generator, pipeline, reporter, plan)
             await run_with_background(training, rollout)
     finally:
         reporter.close()

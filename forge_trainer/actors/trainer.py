@@ -118,9 +118,7 @@ class TitanTrainer(Actor):
         return await self._worker.load(path, weights_only)
 
     @concurrent_endpoint
-    async def write_weights(
-        self, ticket: CallTicket, version: WeightsVersion
-    ) -> list[PieceRecord]:
+    async def write_weights(self, ticket: CallTicket, version: WeightsVersion) -> list[PieceRecord]:
         self._take_turn(ticket)
         return await self._worker.write_weights(version)
 

@@ -55,7 +55,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"config file {str(path)!r} must hold a mapping, got {type(values).__name__}")
+        raise ConfigError(
+            f"config file {str(path)!r} must hold a mapping, got {type(values).__name__}"
+        )
     return values
 
 
@@ -73,9 +75,7 @@ def _parse_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> dict[
         raise ConfigError(f"command line: {error}") from error
 
 
-def _cli_source(
-    schema: type[BaseModel], prog: str, arguments: list[str]
-) -> CliSettingsSource[Any]:
+def _cli_source(schema: type[BaseModel], prog: str, arguments: list[str]) -> CliSettingsSource[Any]:
     settings = type("Overrides", (schema, BaseSettings), {"__doc__": schema.__doc__})
     try:
         return CliSettingsSource(

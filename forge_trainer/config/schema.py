@@ -5,10 +5,9 @@ Relations that need the model's own `config.json` are checked by `forge_trainer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
-from typing_extensions import Self
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -77,7 +76,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks are laid out; what is left over after `tensor` and `pipeline` is data-parallel."""
+    """How the ranks are laid out; those left over by the axes below are data-parallel."""
 
     data_replicate: PositiveInt = 1
     """Replicas of the sharded model (HSDP)."""
@@ -271,8 +270,9 @@ class GrpoConfig(Section):
         limits = {
             "trainer.max_sequence_tokens": self.trainer.max_sequence_tokens,
             "trainer.packing.max_row_tokens": self.trainer.packing.max_row_tokens,
-            "model.tiny.max_sequence_tokens": self.model.tiny
-            and self.model.tiny.max_sequence_tokens,
+            "model.tiny.max_sequence_tokens": (
+                self.model.tiny.max_sequence_tokens if self.model.tiny else None
+            ),
         }
         for name, limit in limits.items():
             if limit is not None and wanted > limit:

@@ -37,7 +37,8 @@ def make_task(config: TaskConfig, *, seed: int) -> Task:
         task = Task(_larger_digit(seed), prefix_match)
     else:
         raise ConfigError(
-            f"task.name: {config.name!r} is unknown; use 'larger_digit' or '{REASONING_GYM}<dataset>'"
+            f"task.name: {config.name!r} is unknown; use 'larger_digit' or "
+            f"'{REASONING_GYM}<dataset>'"
         )
     reward = task.reward if config.reward is None else resolve_reward(config.reward)
     return Task(task.prompts, reward)

@@ -125,7 +125,7 @@ class LocalEngine:
         calls = LossCalls(loss_fn, batches)
         for batch in (batch.to(self._device) for batch in batches):
             logprobs_BT, _ = self._token_logprobs(batch)
-            calls(logprobs_BT, batch).backward()  # type: ignore[no-untyped-call]
+            calls(logprobs_BT, batch).backward()
         if calls.error is not None:
             self.clear_gradients()
             raise EngineError(f"the loss failed: {calls.error}", rank=0, phase="forward_backward")
@@ -175,9 +175,7 @@ class LocalEngine:
 
     def _token_logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of every token, document by document from full logits."""
-        logprobs_BT = torch.zeros(
-            batch.token_ids_BT.shape, dtype=self._dtype, device=self._device
-        )
+        logprobs_BT = torch.zeros(batch.token_ids_BT.shape, dtype=self._dtype, device=self._device)
         entropies_BT = torch.zeros_like(logprobs_BT)
         for row, start, end in _documents(batch.document_ids_BT):
             ids = batch.token_ids_BT[row, start:end]

@@ -68,5 +68,7 @@ def _checked(output: LossOutput) -> LossOutput:
         got = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise TypeError(f"LossOutput.total must be a 0-dim tensor, the sum over tokens; got {got}")
     if not total.requires_grad:
-        raise ValueError("LossOutput.total does not depend on the log-probs; nothing would be learned")
+        raise ValueError(
+            "LossOutput.total does not depend on the log-probs; nothing would be learned"
+        )
     return output

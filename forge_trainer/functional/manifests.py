@@ -31,7 +31,7 @@ def record_piece(piece: WeightPiece, location: str) -> PieceRecord:
 def checksum(tensor: Tensor) -> str:
     """xxh3-128 of the tensor's bytes in row-major order."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -108,18 +108,26 @@ def _validate_tokens(sequence: TrainSequence, vocab_size: int) -> None:
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         at = int(outside[0])
-        raise DataError(f"token id {ids[at]} at index {at} is outside the vocabulary [0, {vocab_size})")
+        raise DataError(
+            f"token id {ids[at]} at index {at} is outside the vocabulary [0, {vocab_size})"
+        )
     mask = np.asarray(sequence.loss_mask)
     if not np.isin(mask, (0, 1)).all():
-        raise DataError("loss_mask holds values other than 0 and 1; scale tokens with token_weights")
+        raise DataError(
+            "loss_mask holds values other than 0 and 1; scale tokens with token_weights"
+        )
     if mask[0]:
-        raise DataError("loss_mask marks the first token, which nothing predicts; set loss_mask[0] = 0")
+        raise DataError(
+            "loss_mask marks the first token, which nothing predicts; set loss_mask[0] = 0"
+        )
 
 
 def _require_finite(name: str, values: Sequence[float]) -> None:
     bad = np.flatnonzero(~np.isfinite(np.asarray(values, dtype=np.float64)))
     if bad.size:
-        raise DataError(f"{name!r} is {values[int(bad[0])]} at index {int(bad[0])}; it must be finite")
+        raise DataError(
+            f"{name!r} is {values[int(bad[0])]} at index {int(bad[0])}; it must be finite"
+        )
 
 
 def pack_sequences(
@@ -158,7 +166,7 @@ def pack_sequences(
 def unpack_values(
     placements: Sequence[Placement], values_BT: Sequence[Sequence[Tensor]]
 ) -> list[list[float]]:
-    """Per-sequence lists from per-token tensors, `values_BT[dp_rank][microbatch]` of shape [B, T]."""
+    """Per-sequence lists from tensors [B, T], one per data-parallel rank and microbatch."""
     return [
         values_BT[p.dp_rank][p.microbatch][p.row, p.start : p.start + p.length].tolist()
         for p in placements

@@ -24,9 +24,7 @@ def group_sequences(
     ]
 
 
-def _episode_sequence(
-    episode: Episode, advantage: float, per_sequence_mean: bool
-) -> TrainSequence:
+def _episode_sequence(episode: Episode, advantage: float, per_sequence_mean: bool) -> TrainSequence:
     completion = episode.completion
     num_prompt, num_targets = len(completion.prompt_token_ids), len(completion.token_ids)
     weight = 1.0 / num_targets if per_sequence_mean else 1.0

@@ -56,14 +56,14 @@ class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         for key, value in row.items():
-            self._writer.add_scalar(key, value, int(row["step"]))  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(key, value, int(row["step"]))
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def _write_line(file: IO[str], values: Mapping[str, object]) -> None:

@@ -40,7 +40,7 @@ class MeshRanks:
     def __init__(
         self, actors: TitanTrainer, *, num_ranks: int, collective_timeout_s: float
     ) -> None:
-        self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(num_ranks)]  # type: ignore[attr-defined]
+        self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(num_ranks)]
         self._handle_id = uuid.uuid4().hex[:8]
         self._number = 0
         self._give_up_s = collective_timeout_s + GRACE_S
@@ -79,9 +79,9 @@ class MeshRanks:
         Waits without limit while all is well. After a first failure the other ranks get the
         time that a broken collective takes to end.
         """
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
-            done, pending = await asyncio.wait(tasks, timeout=self._give_up_s)
+            _, pending = await asyncio.wait(tasks, timeout=self._give_up_s)
         errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
         if pending:
             silent = next(rank for rank, task in enumerate(tasks) if task in pending)

@@ -14,16 +14,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torchstore as ts
 from monarch.actor import ProcMesh
 
 from forge_trainer.actors.generator import TransformersGeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config.schema import GeneratorConfig, TrainerConfig, WeightsConfig
-from forge_trainer.errors import ConfigError
 
 from .handles import GeneratorHandle, MeshRanks
-from .meshes import join_ranks, prepare_controller, require_free_port, spawn_mesh
+from .meshes import (
+    join_ranks,
+    prepare_controller,
+    require_free_port,
+    spawn_mesh,
+    start_store,
+    stop_store,
+)
 from .tasks import first_error
 from .trainer import TrainerHandle, TrainerSetup
 
@@ -69,28 +74,16 @@ async def running_services(
         )
         setup = TrainerSetup(trainer, weights, model_dir, checkpoint_folder)
         async with first_error() as starting:
-            store = starting.create_task(_start_store(store_mesh), name="store")
+            starting.create_task(start_store(store_mesh, STORE_NAME), name="store")
             training = starting.create_task(_start_trainer(trainer_mesh, setup), name="trainer")
             generating = starting.create_task(
                 _start_generator(generator_mesh, generator, weights, model_dir, seed),
                 name="generator",
             )
-        stack.push_async_callback(_closing, "store", lambda: ts.shutdown(store.result()))
+        stack.push_async_callback(_closing, "store", lambda: stop_store(STORE_NAME))
         stack.push_async_callback(_closing, "trainer", training.result().close)
         stack.push_async_callback(_closing, "generator", generating.result().close)
         yield Services(training.result(), generating.result())
-
-
-async def _start_store(mesh: ProcMesh) -> str:
-    try:
-        await ts.initialize(mesh=mesh, store_name=STORE_NAME)
-    except Exception as error:
-        if "already initialized" not in str(error):
-            raise
-        raise ConfigError(
-            "this process runs a weight store already; close the other run first"
-        ) from error
-    return STORE_NAME
 
 
 async def _start_trainer(mesh: ProcMesh, setup: TrainerSetup) -> TrainerHandle:
@@ -125,9 +118,7 @@ async def _start_generator(
 
 
 @contextlib.asynccontextmanager
-async def _running_mesh(
-    name: str, num_processes: int, cpu_threads: int
-) -> AsyncIterator[ProcMesh]:
+async def _running_mesh(name: str, num_processes: int, cpu_threads: int) -> AsyncIterator[ProcMesh]:
     mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads)
     try:
         yield mesh

@@ -58,6 +58,31 @@ def _bootstrap(cpu_threads: int) -> None:
     torchstore_patch.apply()
 
 
+async def start_store(mesh: ProcMesh, name: str) -> None:
+    """Make the mesh's only process the volume of a torchstore called `name`.
+
+    Raises:
+        ConfigError: this controller runs a store of that name already.
+    """
+    import torchstore
+
+    try:
+        await torchstore.initialize(mesh=mesh, store_name=name)
+    except Exception as error:
+        if "already initialized" not in str(error):
+            raise
+        raise ConfigError(
+            "this process runs a weight store already; close the other run first"
+        ) from error
+
+
+async def stop_store(name: str) -> None:
+    """Forget the store; its process is stopped with its mesh."""
+    import torchstore
+
+    await torchstore.shutdown(name)
+
+
 async def join_ranks(mesh: ProcMesh, master_port: int | None) -> None:
     """Tell every process its rank and where rank 0 listens, as torchrun would.
 
@@ -68,9 +93,7 @@ async def join_ranks(mesh: ProcMesh, master_port: int | None) -> None:
         await setup_torch_elastic_env_async(mesh)
     else:
         require_free_port(master_port)
-        await setup_torch_elastic_env_async(
-            mesh, master_addr="127.0.0.1", master_port=master_port
-        )
+        await setup_torch_elastic_env_async(mesh, master_addr="127.0.0.1", master_port=master_port)
 
 
 def require_free_port(port: int) -> None:

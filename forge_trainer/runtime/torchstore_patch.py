@@ -40,7 +40,7 @@ def _as_async(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _import_quietly() -> Any:
-    """torchstore's Controller, without the root log handler that importing torchstore adds."""
+    """torchstore's Controller, without what importing torchstore does to the root logger."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     from torchstore.controller import Controller

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from forge_trainer.config.schema import TrainerConfig, WeightsConfig
 from forge_trainer.engine.checkpoint import newest_checkpoint
@@ -46,6 +46,8 @@ from forge_trainer.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 GPU_FLEX_BLOCK = 128
@@ -278,7 +280,10 @@ class TrainerHandle:
             await self._ranks.close()
 
     def _pack_for_loss(
-        self, sequences: Sequence[TrainSequence], loss: str | LossFn, config: Mapping[str, Any] | None
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: str | LossFn,
+        config: Mapping[str, Any] | None,
     ) -> PackedCall:
         make_loss(loss, config)
         return self._pack(sequences, required_fields(loss, config))
@@ -318,7 +323,8 @@ class TrainerHandle:
     async def _optim_step(
         self, normalize: Normalize, params: OptimParams | None
     ) -> OptimStepResult:
-        result = _agreed("optim_step", await self._call_all("optim_step", normalize, params))
+        results: list[OptimStepResult] = await self._call_all("optim_step", normalize, params)
+        result = _agreed("optim_step", results)
         self._step = result.step
         return result
 
@@ -373,7 +379,7 @@ class TrainerHandle:
             logger.warning("could not remove the half-published weights %s: %s", version, error)
 
 
-def _agreed(method: str, results: Sequence[Any]) -> Any:
+def _agreed(method: str, results: Sequence[T]) -> T:
     """The result that all ranks gave.
 
     Raises:
@@ -381,7 +387,7 @@ def _agreed(method: str, results: Sequence[Any]) -> Any:
     """
     # By text, since a nan is equal to nothing, itself included.
     if len({repr(result) for result in results}) > 1:
-        raise EngineError(f"ranks disagree on the result of {method}: {list(results)}", phase=method)
+        raise EngineError(
+            f"ranks disagree on the result of {method}: {list(results)}", phase=method
+        )
     return results[0]
-
-

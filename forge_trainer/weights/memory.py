@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
+from forge_trainer.functional.manifests import assemble, record_piece
 from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
 from forge_trainer.types import WeightsVersion
 
 from .keys import piece_key, pieces_prefix
-from forge_trainer.functional.manifests import assemble, record_piece
 
 
 class MemoryWeightStore:
@@ -47,7 +47,9 @@ class MemoryWeightStore:
         try:
             pieces = [self._pieces[record.location] for record in entry.pieces]
         except KeyError as error:
-            raise WeightsError(f"weights {version}: piece {error} of {entry.name} is gone") from error
+            raise WeightsError(
+                f"weights {version}: piece {error} of {entry.name} is gone"
+            ) from error
         return (await asyncio.to_thread(assemble, version, entry, pieces)).clone()
 
     async def drop(self, version: WeightsVersion) -> None:

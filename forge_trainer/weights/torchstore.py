@@ -11,15 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import torchstore as ts
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
+from forge_trainer.functional.manifests import assemble, record_piece
 from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
 from forge_trainer.types import WeightsVersion
 
 from .keys import MANIFESTS, manifest_key, piece_key, pieces_prefix, version_of_manifest
-from forge_trainer.functional.manifests import assemble, record_piece
 
 MAX_CONCURRENT_CALLS = 16
 """Each put or get is a call of its own; beyond a few in flight nothing gets faster."""
@@ -33,33 +32,46 @@ class TorchStoreWeightStore:
     def __init__(self, store_name: str) -> None:
         self._store_name = store_name
 
+    async def _client(self) -> Any:
+        # Imported late: importing torchstore sets up root logging unless the process was prepared.
+        import torchstore
+
+        return await torchstore.client(self._store_name)
+
     async def write_pieces(
         self, version: WeightsVersion, rank: int, pieces: Sequence[WeightPiece]
     ) -> list[PieceRecord]:
+        client = await self._client()
+
         async def write(piece: WeightPiece) -> PieceRecord:
             key = piece_key(version, rank, piece.name)
-            await ts.put(key, piece.data, store_name=self._store_name)
+            await client.put(key, piece.data)
             return await asyncio.to_thread(record_piece, piece, key)
 
         return await _bounded_gather(write, pieces)
 
     async def commit(self, manifest: Manifest) -> None:
-        await ts.put(manifest_key(manifest.version), manifest, store_name=self._store_name)
+        client = await self._client()
+        await client.put(manifest_key(manifest.version), manifest)
 
     async def versions(self) -> list[WeightsVersion]:
-        return sorted(version_of_manifest(key) for key in await self._keys(MANIFESTS))
+        client = await self._client()
+        return sorted(version_of_manifest(key) for key in await client.keys(MANIFESTS))
 
     async def read_manifest(self, version: WeightsVersion) -> Manifest:
+        client = await self._client()
         try:
-            manifest: Manifest = await ts.get(manifest_key(version), store_name=self._store_name)
+            manifest: Manifest = await client.get(manifest_key(version))
         except Exception as error:
             held = [str(v) for v in await self.versions()]
             raise WeightsError(f"weights {version} do not exist; held: {held}") from error
         return manifest
 
     async def read_tensor(self, version: WeightsVersion, entry: TensorEntry) -> Tensor:
+        client = await self._client()
+
         async def read(record: PieceRecord) -> Tensor:
-            data: Tensor = await ts.get(record.location, store_name=self._store_name)
+            data: Tensor = await client.get(record.location)
             return data
 
         try:
@@ -70,24 +82,13 @@ class TorchStoreWeightStore:
 
     async def drop(self, version: WeightsVersion) -> None:
         """Delete the manifest first, so that no reader starts on a version that is going away."""
-        for key in await self._keys(manifest_key(version)):
-            await ts.delete(key, store_name=self._store_name)
-
-        async def delete(key: str) -> None:
-            await ts.delete(key, store_name=self._store_name)
-
-        await _bounded_gather(delete, await self._keys(pieces_prefix(version)))
-
-    async def _keys(self, prefix: str) -> list[str]:
-        # torchstore.keys() takes no store name; its client does.
-        client: Any = await ts.client(self._store_name)
-        keys: list[str] = await client.keys(prefix)
-        return keys
+        client = await self._client()
+        for key in await client.keys(manifest_key(version)):
+            await client.delete(key)
+        await _bounded_gather(client.delete, await client.keys(pieces_prefix(version)))
 
 
-async def _bounded_gather(
-    function: Callable[[Any], Awaitable[T]], items: Sequence[Any]
-) -> list[T]:
+async def _bounded_gather(function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
     """The results in order, with at most MAX_CONCURRENT_CALLS running at once."""
     slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 

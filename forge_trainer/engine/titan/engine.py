@@ -142,7 +142,7 @@ class TitanEngine:
         calls = LossCalls(loss_fn, batches)
         for batch in (batch.to(self._device) for batch in batches):
             logprobs_BT, _ = self._token_logprobs(batch)
-            calls(logprobs_BT, batch).backward()  # type: ignore[no-untyped-call]
+            calls(logprobs_BT, batch).backward()
         failed_rank, cause = self._first_error(calls.error)
         if cause is not None:
             self.clear_gradients()

@@ -104,7 +104,9 @@ def _refuse_unsupported(hf_config: dict[str, Any]) -> None:
             raise ConfigError(f"model.path: config.json sets {key}, which TorchTitan's model lacks")
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ConfigError(f"model.path: hidden_act is {activation!r}; TorchTitan's model has 'silu'")
+        raise ConfigError(
+            f"model.path: hidden_act is {activation!r}; TorchTitan's model has 'silu'"
+        )
 
 
 def _rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -98,9 +98,7 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
         return
     full = full.to(parameter.device, parameter.dtype)
     # Every rank has read the same file, so nothing needs to be sent.
-    shard = distribute_tensor(
-        full, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(shard.to_local())
 
 
