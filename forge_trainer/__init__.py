@@ -1,0 +1,66 @@
+"""forge_trainer: the trainer half of reinforcement-learning post-training.
+
+Public names load on first use, so that importing the package loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge_trainer.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        EngineError,
+        ForgeTrainerError,
+        NonFiniteError,
+        WeightsError,
+        WorkerLostError,
+    )
+    from forge_trainer.runtime.in_process import start_in_process_trainer
+    from forge_trainer.runtime.lifecycle import running_services
+    from forge_trainer.types import (
+        ForwardBackwardResult,
+        LossOutput,
+        OptimParams,
+        OptimStepResult,
+        SamplingParams,
+        TrainBatch,
+        TrainSequence,
+        WeightsRef,
+    )
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "ForgeTrainerError",
+    "ForwardBackwardResult",
+    "LossOutput",
+    "NonFiniteError",
+    "OptimParams",
+    "OptimStepResult",
+    "SamplingParams",
+    "TrainBatch",
+    "TrainSequence",
+    "WeightsError",
+    "WeightsRef",
+    "WorkerLostError",
+    "running_services",
+    "start_in_process_trainer",
+]
+
+_ELSEWHERE = {
+    "running_services": "forge_trainer.runtime.lifecycle",
+    "start_in_process_trainer": "forge_trainer.runtime.in_process",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'forge_trainer' has no attribute {name!r}")
+    module = "errors" if name.endswith("Error") else "types"
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, f"forge_trainer.{module}")), name)

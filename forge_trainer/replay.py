@@ -36,24 +36,23 @@ class Replay:
         return sum(not self.is_stale(group, policy_version) for group in self._groups)
 
     def take(self, num_groups: int, policy_version: int) -> list[Group] | None:
-        """`num_groups` fresh groups, drawn without replacement; None if there are too few.
+        """The `num_groups` oldest fresh groups, each handed out once; None if there are too few.
 
-        Stale groups are dropped here and counted.
+        Oldest means by policy version; among equals chance decides, since the order of arrival
+        would favour short completions. Stale groups are dropped here and counted.
         """
         fresh = [group for group in self._groups if not self.is_stale(group, policy_version)]
         self.num_dropped += len(self._groups) - len(fresh)
         self._groups = fresh
         if len(fresh) < num_groups:
             return None
-        chosen = sorted(self._rng.sample(range(len(fresh)), num_groups))
-        taken = [fresh[i] for i in chosen]
-        self._groups = [group for i, group in enumerate(fresh) if i not in set(chosen)]
-        return taken
+        drawn = sorted(fresh, key=lambda group: (_oldest_version(group), self._rng.random()))
+        self._groups = drawn[num_groups:]
+        return drawn[:num_groups]
 
     def is_stale(self, group: Group, policy_version: int) -> bool:
         """True if any episode's weights are more than max_policy_age updates behind."""
-        oldest = min(episode.completion.policy_version for episode in group)
-        return policy_version - oldest > self._max_policy_age
+        return policy_version - _oldest_version(group) > self._max_policy_age
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -66,3 +65,7 @@ class Replay:
         self._groups = list(state["groups"])
         self._rng.setstate(state["rng"])
         self.num_dropped = state["num_dropped"]
+
+
+def _oldest_version(group: Group) -> int:
+    return min(episode.completion.policy_version for episode in group)

@@ -9,7 +9,7 @@ from typing import Any
 
 from forge_trainer.config.schema import TaskConfig
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.rewards import prefix_match, resolve_reward
+from forge_trainer.functional.rewards import starts_with_answer, resolve_reward
 from forge_trainer.types import Prompt, RewardFn
 
 REASONING_GYM = "reasoning_gym/"
@@ -34,7 +34,7 @@ def make_task(config: TaskConfig, *, seed: int) -> Task:
     elif config.name == "larger_digit":
         if config.options:
             raise ConfigError(f"task.options: larger_digit takes none, got {config.options}")
-        task = Task(_larger_digit(seed), prefix_match)
+        task = Task(_larger_digit(seed), starts_with_answer)
     else:
         raise ConfigError(
             f"task.name: {config.name!r} is unknown; use 'larger_digit' or "

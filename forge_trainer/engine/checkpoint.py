@@ -6,9 +6,12 @@ that is renamed, so a fault while saving leaves the earlier checkpoint as it was
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,8 @@ def save_checkpoint(state: dict[str, Any], path: Path, step: int) -> CheckpointI
             shutil.rmtree(partial, ignore_errors=True)
             partial.parent.mkdir(parents=True, exist_ok=True)
         _barrier()
-        dcp.save(state, checkpoint_id=partial)
+        with _no_warning_about_a_single_process():
+            dcp.save(state, checkpoint_id=partial)
         _barrier()
         if _is_first_rank():
             (partial / MARKER).write_text(json.dumps({"step": step}))
@@ -55,7 +59,8 @@ def load_checkpoint(state: dict[str, Any], path: Path) -> CheckpointInfo:
     """
     step = read_step(path)
     try:
-        dcp.load(state, checkpoint_id=path)
+        with _no_warning_about_a_single_process():
+            dcp.load(state, checkpoint_id=path)
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {error}") from error
     return CheckpointInfo(path=str(path), step=step, format="dcp", complete=True)
@@ -78,6 +83,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint in `folder` with the highest step; None if there is none."""
     complete = [path for path in folder.glob("*") if (path / MARKER).is_file()]
     return max(complete, key=read_step, default=None)
+
+
+@contextlib.contextmanager
+def _no_warning_about_a_single_process() -> Iterator[None]:
+    """DCP warns where there is no process group; LocalEngine has none on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _is_first_rank() -> bool:

@@ -16,18 +16,15 @@ def exact_match(completion: str, prompt: Prompt) -> float:
     return float(completion.strip() == prompt.answer)
 
 
-def prefix_match(completion: str, prompt: Prompt) -> float:
-    """1.0 for the answer alone, 0.5 for the answer followed by anything, else 0.0.
-
-    Half a reward for a right start lets a model learn the answer before it learns to stop.
-    """
-    text = completion.strip()
-    if text == prompt.answer:
-        return 1.0
-    return 0.5 if text.startswith(prompt.answer) else 0.0
+def starts_with_answer(completion: str, prompt: Prompt) -> float:
+    """1.0 if the completion begins with the answer, white space before it aside; else 0.0."""
+    return float(completion.lstrip().startswith(prompt.answer))
 
 
-REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "prefix_match": prefix_match}
+REWARDS: dict[str, RewardFn] = {
+    "exact_match": exact_match,
+    "starts_with_answer": starts_with_answer,
+}
 
 
 def resolve_reward(name: str) -> RewardFn:

@@ -1,0 +1,45 @@
+"""Shared fixtures, and shape checks on the functional core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jaxtyping
+import pytest
+
+jaxtyping.install_import_hook("forge_trainer.functional", "beartype.beartype")
+
+from forge_trainer.config.schema import TinyModelConfig  # noqa: E402  (after the hook)
+from forge_trainer.hf import create_tiny_model  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen 3 directory with tied embeddings and grouped key-value heads."""
+    tiny = TinyModelConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_sequence_tokens=64,
+    )
+    return create_tiny_model(tmp_path_factory.mktemp("qwen3"), tiny, seed=0)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama directory without tied embeddings."""
+    tiny = TinyModelConfig(
+        architecture="llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_sequence_tokens=64,
+        tie_embeddings=False,
+    )
+    return create_tiny_model(tmp_path_factory.mktemp("llama"), tiny, seed=0)

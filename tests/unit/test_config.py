@@ -1,0 +1,166 @@
+"""Configs: one clear error with the full key, and every shipped file loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from apps.grpo.main import main
+from forge_trainer.config.load import dump_config, load_config
+from forge_trainer.config.schema import GrpoConfig, TrainerConfig
+from forge_trainer.errors import ConfigError
+from forge_trainer.hf import (
+    check_generator_fits_model,
+    check_model,
+    check_tokenizer_fits_model,
+    check_trainer_fits_model,
+    find_model_dir,
+    read_model_facts,
+)
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text("run: {folder: out, steps: 3}\nmodel: {tiny: {}}\n")
+    return file
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_says_how_to_run_it(path: Path) -> None:
+    load_config(GrpoConfig, path)
+    assert path.read_text().startswith(
+        f"# uv run python -m apps.grpo.main --config configs/{path.name}"
+    )
+
+
+def test_overrides_win_and_the_dump_loads_back(config_file: Path, tmp_path: Path) -> None:
+    config = load_config(
+        GrpoConfig, config_file, ["--trainer.optimizer.lr", "1e-3", "--run.steps=7"]
+    )
+    assert (config.trainer.optimizer.lr, config.run.steps) == (1e-3, 7)
+    dump_config(config, tmp_path / "dump.yaml")
+    assert load_config(GrpoConfig, tmp_path / "dump.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--trainer.optimizer.lrr", "1"], r"trainer.optimizer.lrr: no such key.*optimizer.lr\?"),
+        (["--trainer.optimizer.lr", "fast"], "trainer.optimizer.lr: got 'fast'; input should be"),
+        (["--algorithm.group_size", "1"], "algorithm.group_size: got '1'; .*greater than or"),
+        (["--run.steps", "0"], "run.steps: got '0'"),
+        (["--trainer.num_ranks", "300"], "256 episodes cannot fill trainer.num_ranks: 300"),
+        (["--trainer.num_ranks", "3", "--trainer.parallel.tensor", "2"], "num_ranks=3 is not a"),
+        (["--trainer.engine", "local", "--trainer.num_ranks", "2"], "runs on one rank, got"),
+        (["--generator.max_prompt_tokens", "999"], "exceed model.tiny.max_sequence_tokens=256"),
+        (["--trainer.packing.max_row_tokens", "9"], "exceed trainer.packing.max_row_tokens=9"),
+        (["--model.path", "x"], "model: give exactly one of path and tiny, got both"),
+        (["--model.tiny.num_kv_heads", "3"], "num_kv_heads=3 does not divide num_heads=4"),
+        (["--trainer.lr_schedule.decay_steps", "5"], "decay_steps needs total_steps"),
+        (["stray"], "command line: .*stray"),
+        (["--run.steps"], "command line: .*expected one argument"),
+    ],
+)
+def test_what_cannot_work_is_one_config_error(
+    config_file: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(GrpoConfig, config_file, overrides)
+
+
+def test_unknown_keys_in_the_file_are_named_with_their_path(config_file: Path) -> None:
+    config_file.write_text("run: {folder: out, steps: 3, sped: 1}\nmodel: {tiny: {heads: 2}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(GrpoConfig, config_file)
+    assert "run.sped: no such key, got 1" in str(caught.value)
+    assert "model.tiny.heads: no such key, got 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("run: [", "is not YAML"), ("- 1", "must hold a mapping, got list"), ("", "run: is required")],
+)
+def test_files_that_are_no_config_are_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(GrpoConfig, file)
+    with pytest.raises(ConfigError, match="cannot read config file"):
+        load_config(GrpoConfig, tmp_path / "missing.yaml")
+
+
+def test_the_app_answers_a_config_error_with_exit_code_2(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config_file), "--run.steps", "-1"]) == 2
+    assert "ConfigError" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "--config is missing" in capsys.readouterr().err
+    given = ["--config", str(config_file), "--task.name", "reading"]
+    assert main(given) == 2
+    assert "task.name: 'reading' is unknown" in capsys.readouterr().err
+
+
+def test_a_run_folder_is_refused_unless_it_may_be_overwritten(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    given = ["--config", str(config_file), "--run.folder", str(folder)]
+    assert main([*given, "--overwrite"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (folder / "run_config.yaml").write_text("")
+    assert main(given) == 2
+    assert "holds an earlier run; give --overwrite" in capsys.readouterr().err
+    assert (folder / "thesis.txt").exists()
+    assert main(["--config", str(config_file), "--run.folder", str(config_file)]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert main(["--config", str(config_file), "--run.folder", "/proc/nowhere"]) == 2
+    assert "cannot write to /proc/nowhere" in capsys.readouterr().err
+
+
+def test_a_model_of_another_family_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_qwen3 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="is a 'gpt2' model; .* supports llama, qwen3"):
+        check_trainer_fits_model(TrainerConfig(), read_model_facts(tmp_path))
+    check_trainer_fits_model(TrainerConfig(engine="local"), read_model_facts(tmp_path))
+
+
+def test_the_layout_must_fit_the_model(tiny_qwen3: Path) -> None:
+    facts = read_model_facts(tiny_qwen3)
+    for tensor, message in ((4, "4 does not divide the model's 2 key-value heads"), (2, "only 1")):
+        trainer = TrainerConfig.model_validate({"num_ranks": 4, "parallel": {"tensor": tensor}})
+        with pytest.raises(ConfigError, match=f"trainer.parallel.tensor: {message}"):
+            check_trainer_fits_model(trainer, facts)
+    with pytest.raises(ConfigError, match="max_sequence_tokens: 65 exceeds .*=64"):
+        check_trainer_fits_model(TrainerConfig(max_sequence_tokens=65), facts)
+    generator = GrpoConfig.model_validate(
+        {"run": {"folder": "x", "steps": 1}, "model": {"path": "x"}}
+    ).generator
+    with pytest.raises(ConfigError, match="144 exceed the model's max_position_embeddings=64"):
+        check_generator_fits_model(generator, facts)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_qwen3 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    facts = read_model_facts(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json"):
+        check_tokenizer_fits_model(tmp_path, facts)
+    (tmp_path / "tokenizer.json").write_text((tiny_qwen3 / "tokenizer.json").read_text())
+    with pytest.raises(ConfigError, match="has 260 tokens, the model has .* vocab_size=100"):
+        check_tokenizer_fits_model(tmp_path, facts)
+
+
+def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        find_model_dir("./nowhere")
+    with pytest.raises(ConfigError, match="cannot read .*config.json"):
+        check_model(tmp_path, TrainerConfig(), GrpoConfig.model_fields["generator"].default)

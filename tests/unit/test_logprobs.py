@@ -1,0 +1,88 @@
+"""Log-probs against materialised logits, by hand and in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_trainer.functional.logprobs import selected_logprobs, token_logprobs
+
+
+def _reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(hidden @ weight.T / temperatures[:, None], dim=-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _random_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(13, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(29, 8, dtype=dtype, requires_grad=True)
+    temperatures = torch.rand(13).to(dtype) + 0.5
+    return hidden, weight, torch.randint(29, (13,)), temperatures
+
+
+def test_logprob_of_a_hand_made_example() -> None:
+    hidden, weight = torch.tensor([[1.0, 0.0]]), torch.eye(2)
+    logprobs, entropy = selected_logprobs(
+        hidden, weight, torch.tensor([0]), torch.ones(1), with_entropy=True
+    )
+    p = math.e / (math.e + 1)
+    assert logprobs.item() == pytest.approx(1 - math.log(math.e + 1))
+    assert entropy is not None
+    assert entropy.item() == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
+def test_chunking_changes_neither_values_nor_gradients(chunk_tokens: int) -> None:
+    hidden, weight, targets, temperatures = _random_inputs(torch.float64)
+    upstream_logprobs, upstream_entropy = torch.randn(2, 13, dtype=torch.float64)
+    wanted = _reference(hidden, weight, targets, temperatures)
+    wanted_grads = torch.autograd.grad(
+        (wanted[0] * upstream_logprobs + wanted[1] * upstream_entropy).sum(), (hidden, weight)
+    )
+    logprobs, entropy = selected_logprobs(
+        hidden, weight, targets, temperatures, chunk_tokens=chunk_tokens, with_entropy=True
+    )
+    assert entropy is not None
+    grads = torch.autograd.grad(
+        (logprobs * upstream_logprobs + entropy * upstream_entropy).sum(), (hidden, weight)
+    )
+    torch.testing.assert_close((logprobs, entropy), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-10, atol=1e-12)
+
+
+def test_bfloat16_inputs_are_reduced_in_float32() -> None:
+    hidden, weight, targets, temperatures = _random_inputs(torch.bfloat16)
+    logprobs, _ = selected_logprobs(hidden, weight, targets, temperatures)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+
+
+def test_token_logprobs_sit_at_the_token_they_speak_about() -> None:
+    """Two documents and padding in one row: [a b c | d e | -]."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 6, 4), torch.randn(7, 4)
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 0]])
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1]])
+    logprobs, _ = token_logprobs(hidden, weight, tokens, documents, torch.ones(1, 6))
+    log_p = torch.log_softmax(hidden[0] @ weight.T, dim=-1)
+    wanted = [0.0, log_p[0, 2], log_p[1, 3], 0.0, log_p[3, 5], 0.0]
+    torch.testing.assert_close(logprobs[0], torch.tensor(wanted))
+
+
+def test_a_single_column_has_no_prediction() -> None:
+    logprobs, _ = token_logprobs(
+        torch.randn(2, 1, 4),
+        torch.randn(7, 4),
+        torch.zeros(2, 1, dtype=torch.int64),
+        torch.zeros(2, 1, dtype=torch.int64),
+        torch.ones(2, 1),
+    )
+    assert logprobs.tolist() == [[0.0], [0.0]]

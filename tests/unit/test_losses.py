@@ -1,0 +1,136 @@
+"""Losses against numbers made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_trainer.errors import ConfigError
+from forge_trainer.functional.losses import LOSSES, make_loss, required_fields
+from forge_trainer.types import LossOutput, TrainBatch
+
+
+def _batch(**fields: list[float]) -> TrainBatch:
+    """One row: a document of four tokens, the last three of them targets."""
+    return TrainBatch(
+        token_ids_BT=torch.tensor([[5, 6, 7, 8]]),
+        positions_BT=torch.arange(4)[None],
+        document_ids_BT=torch.zeros(1, 4, dtype=torch.int64),
+        loss_mask_BT=torch.tensor([[False, True, True, True]]),
+        temperatures_BT=torch.ones(1, 4),
+        **{f"{name}_BT": torch.tensor([values]) for name, values in fields.items()},
+    )
+
+
+def _logprobs(*values: float) -> Tensor:
+    return torch.tensor([values], requires_grad=True)
+
+
+def _total_and_grad(output: LossOutput, logprobs: Tensor) -> tuple[float, list[float]]:
+    (grad,) = torch.autograd.grad(output.total, logprobs)
+    return output.total.item(), grad[0].tolist()
+
+
+def test_cross_entropy_is_the_negated_sum_over_targets() -> None:
+    logprobs = _logprobs(9.0, -1.0, -2.0, -3.0)
+    total, grad = _total_and_grad(make_loss("cross_entropy")(logprobs, _batch()), logprobs)
+    assert total == pytest.approx(6.0)
+    assert grad == [0.0, -1.0, -1.0, -1.0]
+
+
+def test_token_weights_scale_each_token() -> None:
+    logprobs = _logprobs(9.0, -1.0, -2.0, -3.0)
+    batch = _batch(token_weights=[7.0, 0.5, 0.0, 2.0])
+    total, grad = _total_and_grad(make_loss("cross_entropy")(logprobs, batch), logprobs)
+    assert total == pytest.approx(0.5 * 1 + 2 * 3)
+    assert grad == [0.0, -0.5, 0.0, -2.0]
+
+
+def test_reinforce_weighs_logprobs_by_advantage() -> None:
+    logprobs = _logprobs(9.0, -1.0, -2.0, -3.0)
+    batch = _batch(advantages=[5.0, 2.0, -1.0, 0.5])
+    total, grad = _total_and_grad(make_loss("reinforce")(logprobs, batch), logprobs)
+    assert total == pytest.approx(-(2 * -1 + -1 * -2 + 0.5 * -3))
+    assert grad == [0.0, -2.0, 1.0, -0.5]
+
+
+def test_grpo_clips_the_ratio_from_the_side_that_would_gain() -> None:
+    """Ratios 1.5, 1.5 and 0.5 with advantages 1, -1 and -1; bounds 0.8 and 1.2.
+
+    The first gains beyond the bound: clipped, no gradient. The second loses: not clipped. The
+    third gains below the bound: clipped at 0.8.
+    """
+    logprobs = _logprobs(0.0, math.log(1.5) - 1, math.log(1.5) - 1, math.log(0.5) - 1)
+    batch = _batch(advantages=[0.0, 1.0, -1.0, -1.0], generator_logprobs=[0.0, -1.0, -1.0, -1.0])
+    output = make_loss("grpo")(logprobs, batch)
+    total, grad = _total_and_grad(output, logprobs)
+    assert total == pytest.approx(-(1.2 - 1.5 - 0.8), rel=1e-6)
+    assert grad == pytest.approx([0.0, 0.0, 1.5, 0.0], rel=1e-6)
+    assert output.metrics["loss/clip_fraction"].value == pytest.approx(2 / 3)
+    assert output.metrics["loss/ratio"].value == pytest.approx((1.5 + 1.5 + 0.5) / 3)
+    gap = (2 * math.log(1.5) + math.log(2)) / 3
+    assert output.metrics["rollout/logprob_gap"].value == pytest.approx(gap)
+
+
+def test_grpo_adds_k3_to_a_reference() -> None:
+    """One token each with p_ref / p = 2, 1 and 1/2: k3 = x - ln x - 1."""
+    logprobs = _logprobs(0.0, -1.0, -1.0, -1.0)
+    batch = _batch(
+        advantages=[0.0] * 4,
+        generator_logprobs=[0.0, -1.0, -1.0, -1.0],
+        ref_logprobs=[0.0, -1 + math.log(2), -1.0, -1 - math.log(2)],
+    )
+    output = make_loss("grpo", {"kl_coef": 0.1})(logprobs, batch)
+    k3 = (2 - math.log(2) - 1) + 0.0 + (0.5 + math.log(2) - 1)
+    total, grad = _total_and_grad(output, logprobs)
+    assert total == pytest.approx(0.1 * k3, rel=1e-5)
+    assert grad == pytest.approx([0.0, 0.1 * (1 - 2), 0.0, 0.1 * (1 - 0.5)], abs=1e-7)
+
+
+def test_dapo_has_a_higher_upper_bound() -> None:
+    logprobs = _logprobs(0.0, math.log(1.25), math.log(1.5), math.log(0.5))
+    batch = _batch(advantages=[0.0, 1.0, 1.0, -1.0], generator_logprobs=[0.0] * 4)
+    total, grad = _total_and_grad(make_loss("dapo")(logprobs, batch), logprobs)
+    assert total == pytest.approx(-(1.25 + 1.28 - 0.8), rel=1e-6)
+    assert grad == pytest.approx([0.0, -1.25, 0.0, 0.0], rel=1e-6)
+
+
+def test_what_lies_outside_the_mask_cannot_overflow() -> None:
+    """A bug met early: exp of a log-ratio at a prompt token was inf, and inf * 0 is nan."""
+    logprobs = _logprobs(500.0, -1.0, -1.0, -1.0)
+    batch = _batch(advantages=[1.0] * 4, generator_logprobs=[-500.0, -1.0, -1.0, -1.0])
+    total, grad = _total_and_grad(make_loss("grpo")(logprobs, batch), logprobs)
+    assert math.isfinite(total)
+    assert all(math.isfinite(g) for g in grad)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_is_a_sum_over_tokens(name: str) -> None:
+    """Two copies of a batch give twice the total, so ranks and microbatches can be added up."""
+    fields = {"advantages": [0.0, 1.0, -1.0, 0.5], "generator_logprobs": [0.0, -1.1, -0.9, -1.0]}
+    values = (0.0, -1.0, -1.2, -0.7)
+    one = make_loss(name)(_logprobs(*values), _batch(**fields))
+    both = TrainBatch(
+        **{
+            field: torch.cat([value, value])
+            for field in TrainBatch.__dataclass_fields__
+            if (value := getattr(_batch(**fields), field)) is not None
+        }
+    )
+    two = make_loss(name)(torch.tensor([values, values], requires_grad=True), both)
+    assert two.total.item() == pytest.approx(2 * one.total.item(), rel=1e-6)
+
+
+def test_unknown_losses_and_options_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="'gpo' is not registered; use one of"):
+        make_loss("gpo")
+    with pytest.raises(ConfigError, match="no option \\['clip'\\]; it takes \\['clip_low'"):
+        make_loss("grpo", {"clip": 0.1})
+
+
+def test_a_reference_is_required_only_with_a_kl_term() -> None:
+    assert "ref_logprobs" not in required_fields("grpo")
+    assert "ref_logprobs" in required_fields("grpo", {"kl_coef": 0.1})

@@ -1,0 +1,177 @@
+"""Loops, pipeline and reporting without processes: honest fakes that keep the protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from forge_trainer.config.schema import AlgorithmConfig, TaskConfig
+from forge_trainer.data.prompts import make_task
+from forge_trainer.errors import ConfigError
+from forge_trainer.replay import Replay
+from forge_trainer.reporting import Reporter
+from forge_trainer.reporting.console import SummarySink
+from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
+from forge_trainer.runtime.pipeline import Pipeline
+from forge_trainer.runtime.tasks import run_with_background
+from forge_trainer.types import Episode
+from tests.unit.test_small_functions import episode
+
+
+@pytest.mark.parametrize("max_policy_age", [0, 1, 2])
+def test_rollout_runs_ahead_by_exactly_the_allowed_age(max_policy_age: int) -> None:
+    """The pipeline's rule, seen from both loops: ages of what is trained on, and no deadlock."""
+    steps, groups_per_step = 6, 2
+    replay = Replay(max_policy_age=max_policy_age, seed=0)
+    pipeline = Pipeline(replay, groups_per_step=groups_per_step, max_policy_age=max_policy_age)
+    version, ages = 0, []
+
+    async def rollout() -> None:
+        while True:
+            await pipeline.wait_to_sample()
+            sampled_at = version
+            await asyncio.sleep(0)
+            await pipeline.add([[episode(0.0, version=sampled_at)] for _ in range(groups_per_step)])
+
+    async def training() -> None:
+        nonlocal version
+        for step in range(steps):
+            groups = await pipeline.take()
+            ages.extend(step - group[0].completion.policy_version for group in groups)
+            await asyncio.sleep(0.01)
+            version = step + 1
+            await pipeline.finish_step(step=step + 1, generator_version=version)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(10):
+            await run_with_background(training(), rollout())
+
+    asyncio.run(scenario())
+    assert len(ages) == steps * groups_per_step
+    assert max(ages) == max_policy_age
+    assert replay.num_dropped == 0
+
+
+def test_a_skipped_step_does_not_stop_the_rollout() -> None:
+    """The version stays, so the same version may be sampled from again."""
+    pipeline = Pipeline(Replay(max_policy_age=0, seed=0), groups_per_step=1, max_policy_age=0)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(5):
+            await pipeline.wait_to_sample()
+            await pipeline.add([[episode(0.0)]])
+            await pipeline.take()
+            await pipeline.finish_step(step=0, generator_version=0)
+            await pipeline.wait_to_sample()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_failure_of_either_loop_ends_both() -> None:
+    ended: list[str] = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("forever")
+
+    async def failing() -> None:
+        raise ConnectionError("generator is gone")
+
+    for pair in ((forever(), failing()), (failing(), forever())):
+        with pytest.raises(ConnectionError, match="generator is gone"):
+            asyncio.run(run_with_background(*pair))
+    assert ended == ["forever", "forever"]
+
+
+def test_larger_digit_needs_its_prompt() -> None:
+    task = make_task(TaskConfig(), seed=0)
+    prompts = [next(task.prompts) for _ in range(2000)]
+    best_constant = max(
+        sum(task.reward(str(digit), prompt) for prompt in prompts) / len(prompts)
+        for digit in range(10)
+    )
+    assert best_constant <= 0.3
+    assert all(task.reward(prompt.answer, prompt) == 1.0 for prompt in prompts)
+    assert prompts[0].text[3] == ":"
+    again = make_task(TaskConfig(), seed=0)
+    assert [next(again.prompts) for _ in range(20)] == prompts[:20]
+
+
+def test_reasoning_gym_tasks_judge_with_their_own_scorer() -> None:
+    config = TaskConfig(name="reasoning_gym/chain_sum", options={"min_terms": 2, "max_terms": 2})
+    task = make_task(config, seed=0)
+    prompt = next(task.prompts)
+    assert task.reward(f" {prompt.answer}\n", prompt) == 1.0
+    assert task.reward("no idea", prompt) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TaskConfig(name="chess"), "task.name: 'chess' is unknown"),
+        (TaskConfig(options={"digits": 3}), "larger_digit takes none"),
+        (TaskConfig(name="reasoning_gym/none"), "cannot make 'none'"),
+        (TaskConfig(name="reasoning_gym/chain_sum", options={"x": 1}), "cannot make 'chain_sum'"),
+        (TaskConfig(reward="best"), "reward 'best' is unknown"),
+    ],
+)
+def test_tasks_that_do_not_exist_are_config_errors(config: TaskConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(config, seed=0)
+
+
+def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> None:
+    reporter = Reporter(
+        [
+            MetricsFile(tmp_path / "metrics.jsonl"),
+            RolloutsFile(tmp_path / "rollouts.jsonl", per_step=2),
+            TensorBoardSink(tmp_path / "tensorboard"),
+        ]
+    )
+    episodes: Sequence[Episode] = [episode(1.0), episode(0.5), episode(0.0)]
+    rows: list[Mapping[str, float]] = [
+        {"step": 1, "trainer/grad_norm": 2.0},
+        {"step": 2, "trainer/grad_norm": math.nan},
+    ]
+    for row in rows:
+        reporter.report_step(row, episodes)
+    reporter.close()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == [
+        {"step": 1, "trainer/grad_norm": 2.0},
+        {"step": 2, "trainer/grad_norm": None},
+    ]
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[0]) == {
+        "step": 1,
+        "prompt": "3,7:",
+        "completion": "x",
+        "answer": "7",
+        "reward": 1.0,
+        "policy_version": 0,
+    }
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_the_summary_compares_first_and_last_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = SummarySink("runs/x")
+    for step in range(30):
+        sink.write_step({"step": step, "reward/mean": step / 10}, [])
+    sink.close()
+    printed = capsys.readouterr().out
+    assert "0.45" in printed
+    assert "2.45" in printed
+    assert "runs/x" in printed
+
+
+def test_group_sizes_of_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        AlgorithmConfig(group_size=1)

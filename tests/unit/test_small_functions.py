@@ -1,0 +1,128 @@
+"""Advantages, schedules, rewards, sequences, replay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from forge_trainer.errors import ConfigError
+from forge_trainer.functional.advantages import group_advantages
+from forge_trainer.functional.rewards import exact_match, resolve_reward, starts_with_answer
+from forge_trainer.functional.schedules import warmup_stable_decay
+from forge_trainer.functional.sequences import group_sequences
+from forge_trainer.replay import Replay
+from forge_trainer.types import Completion, Episode, Prompt
+
+
+def episode(reward: float, *, version: int = 0, group_id: int = 0) -> Episode:
+    completion = Completion((1, 2), (3, 4, 5), (-1.0, -2.0, -3.0), "x", version, 0.7, True)
+    return Episode(Prompt("3,7:", "7"), completion, reward, group_id)
+
+
+def test_advantages_are_centred_and_scaled() -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 1.0], divide_by_std=False) == [0.5, -0.5, -0.5, 0.5]
+    scaled = group_advantages([1.0, 0.0, 0.0, 1.0], divide_by_std=True)
+    assert scaled == pytest.approx([1, -1, -1, 1], rel=1e-5)
+    # [3, 0, 0]: mean 1, population variance (4 + 1 + 1) / 3 = 2
+    assert group_advantages([3.0, 0.0, 0.0], divide_by_std=True)[0] == pytest.approx(
+        2 / math.sqrt(2), rel=1e-5
+    )
+
+
+def test_equal_rewards_have_no_advantage() -> None:
+    assert group_advantages([0.3, 0.3], divide_by_std=True) == [0.0, 0.0]
+
+
+def test_an_empty_group_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one reward"):
+        group_advantages([], divide_by_std=True)
+
+
+def test_schedule_of_the_documented_example() -> None:
+    factors = [
+        warmup_stable_decay(
+            step,
+            warmup_steps=2,
+            decay_steps=2,
+            total_steps=6,
+            decay_type="linear",
+            min_lr_factor=0.0,
+        )
+        for step in range(8)
+    ]
+    assert factors == [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+
+
+def test_rewards_judge_text() -> None:
+    prompt = Prompt("3,7:", "7")
+    assert [exact_match(text, prompt) for text in ("7", " 7\n", "77", "")] == [1, 1, 0, 0]
+    assert [starts_with_answer(t, prompt) for t in ("7", " 7x", "17", "")] == [1, 1, 0, 0]
+
+
+def test_a_reward_can_be_the_users_own() -> None:
+    reward = resolve_reward("tests.unit.test_small_functions:always_two")
+    assert reward("anything", Prompt("", "")) == 2.0
+    with pytest.raises(ConfigError, match="'nothing' is unknown; use one of"):
+        resolve_reward("nothing")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        resolve_reward("tests.unit.test_small_functions:missing")
+
+
+def always_two(completion: str, prompt: Prompt) -> float:
+    return 2.0
+
+
+def test_sequences_mark_completion_tokens_as_targets() -> None:
+    first, second = group_sequences(
+        [episode(1.0), episode(0.0)], divide_by_std=False, per_sequence_mean=True
+    )
+    assert list(first.token_ids) == [1, 2, 3, 4, 5]
+    assert list(first.loss_mask) == [0, 0, 1, 1, 1]
+    assert first.advantages == [0.0, 0.0, 0.5, 0.5, 0.5]
+    assert second.advantages == [0.0, 0.0, -0.5, -0.5, -0.5]
+    assert first.generator_logprobs == [0.0, 0.0, -1.0, -2.0, -3.0]
+    assert first.token_weights == [0.0, 0.0, 1 / 3, 1 / 3, 1 / 3]
+    assert first.temperature == 0.7
+
+
+def test_replay_hands_out_each_fresh_group_once() -> None:
+    replay = Replay(max_policy_age=1, seed=0)
+    for version in (0, 1, 2):
+        replay.add([episode(0.0, version=version, group_id=version)])
+    taken = replay.take(2, policy_version=2)
+    assert taken is not None
+    assert sorted(group[0].group_id for group in taken) == [1, 2]
+    assert replay.num_dropped == 1
+    assert replay.take(1, policy_version=2) is None
+
+
+def test_replay_hands_out_the_oldest_first() -> None:
+    """Drawn at random among all, groups once grew stale while younger ones were used."""
+    replay = Replay(max_policy_age=5, seed=0)
+    for version in (2, 0, 1):
+        replay.add([episode(0.0, version=version)])
+    versions = []
+    while taken := replay.take(1, policy_version=2):
+        versions.append(taken[0][0].completion.policy_version)
+    assert versions == [0, 1, 2]
+
+
+def test_replay_judges_a_group_by_its_oldest_episode() -> None:
+    replay = Replay(max_policy_age=0, seed=0)
+    replay.add([episode(0.0, version=1), episode(0.0, version=0)])
+    assert replay.num_fresh(1) == 0
+
+
+def test_replay_continues_from_its_saved_state() -> None:
+    def filled() -> Replay:
+        replay = Replay(max_policy_age=5, seed=3)
+        for i in range(8):
+            replay.add([episode(0.0, group_id=i)])
+        return replay
+
+    straight, saved = filled(), filled()
+    assert straight.take(3, 0) == saved.take(3, 0)
+    resumed = Replay(max_policy_age=5, seed=99)
+    resumed.load_state_dict(saved.state_dict())
+    assert straight.take(3, 0) == resumed.take(3, 0)

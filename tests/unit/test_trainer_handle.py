@@ -1,0 +1,384 @@
+"""The trainer's handle in-process: validation, order, checkpoints, weights, generator."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_trainer.config.schema import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PackingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from forge_trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    ForgeTrainerError,
+    NonFiniteError,
+    WeightsError,
+)
+from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.runtime.in_process import start_in_process_trainer
+from forge_trainer.runtime.trainer import TrainerHandle
+from forge_trainer.types import (
+    LossOutput,
+    OptimParams,
+    SamplingParams,
+    TrainBatch,
+    TrainSequence,
+    WeightsRef,
+    WeightsVersion,
+)
+from forge_trainer.weights.memory import MemoryWeightStore
+from tests.data import random_sequences
+
+CONFIG = TrainerConfig(
+    device="cpu",
+    optimizer=OptimizerConfig(lr=1e-2),
+    packing=PackingConfig(max_row_tokens=64, rows_per_microbatch=2),
+)
+
+
+@dataclasses.dataclass
+class Bench:
+    """A trainer and a generator that share a store."""
+
+    trainer: TrainerHandle
+    generator: TransformersGenerator
+    store: MemoryWeightStore
+    runner: asyncio.Runner
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+
+@pytest.fixture(params=["titan", "local"])
+def bench(request: pytest.FixtureRequest, tiny_qwen3: Path, tmp_path: Path) -> Iterator[Bench]:
+    store = MemoryWeightStore()
+    with asyncio.Runner() as runner:
+        trainer = runner.run(
+            start_in_process_trainer(
+                CONFIG.model_copy(update={"engine": request.param}),
+                model_dir=tiny_qwen3,
+                checkpoint_folder=tmp_path / "checkpoints",
+                weights=WeightsConfig(keep_versions=2),
+                store=store,
+            )
+        )
+        generator = TransformersGenerator(
+            GeneratorConfig(device="cpu", max_prompt_tokens=8),
+            model_dir=tiny_qwen3,
+            store=store,
+            dtype=torch.float32,
+            seed=0,
+        )
+        runner.run(generator.setup())
+        yield Bench(trainer, generator, store, runner)
+        runner.run(generator.close())
+        runner.run(trainer.close())
+    assert not dist.is_initialized()
+
+
+GOOD = random_sequences(4)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        [dataclasses.replace(GOOD[0], loss_mask=[0])],
+        [dataclasses.replace(GOOD[0], loss_mask=[1] * len(GOOD[0]))],
+        [dataclasses.replace(GOOD[0], token_ids=[260] * len(GOOD[0]))],
+        [dataclasses.replace(GOOD[0], advantages=[math.nan] * len(GOOD[0]))],
+        [dataclasses.replace(GOOD[0], generator_logprobs=None)],
+        [TrainSequence([1] * 65, [0] * 65)],
+    ],
+    ids=["empty", "lengths", "first token", "vocabulary", "nan", "field missing", "too long"],
+)
+def test_bad_data_never_reaches_the_engine(bench: Bench, bad: list[TrainSequence]) -> None:
+    sent: list[str] = []
+    ranks = bench.trainer._ranks
+    call = ranks.call
+
+    async def recorded(method: str, args: Any) -> Any:
+        sent.append(method)
+        return await call(method, args)
+
+    ranks.call = recorded  # type: ignore[method-assign]
+    with pytest.raises(DataError):
+        bench.run(bench.trainer.forward_backward(bad, loss="grpo"))
+    assert sent == []
+    assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def test_unknown_losses_never_reach_the_engine(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="not registered"):
+        bench.run(bench.trainer.forward_backward(GOOD, loss="gpo"))
+
+
+def test_train_step_is_forward_backward_and_optim_step(bench: Bench) -> None:
+    trainer = bench.trainer
+    bench.run(trainer.forward_backward(GOOD, loss="reinforce"))
+    apart = bench.run(trainer.optim_step(params=OptimParams(lr=0.0)))
+    together = bench.run(
+        trainer.train_step(GOOD, loss="reinforce", params=OptimParams(lr=0.0))
+    ).optim
+    assert together.grad_norm == apart.grad_norm
+    assert (apart.step, together.step) == (1, 2)
+
+
+def test_concurrent_callers_give_the_result_of_one_after_the_other(bench: Bench) -> None:
+    trainer, still = bench.trainer, OptimParams(lr=0.0)
+    parts = [GOOD[:1], GOOD[1:]]
+
+    async def one_after_the_other() -> float:
+        for part in parts:
+            await trainer.forward_backward(part, loss="reinforce")
+        return (await trainer.optim_step(params=still)).grad_norm
+
+    async def at_once() -> float:
+        calls = [trainer.forward_backward(part, loss="reinforce") for part in parts]
+        await asyncio.gather(*calls)
+        return (await trainer.optim_step(params=still)).grad_norm
+
+    assert bench.run(at_once()) == pytest.approx(bench.run(one_after_the_other()), rel=1e-6)
+
+
+def test_train_steps_of_two_callers_do_not_mix(bench: Bench) -> None:
+    async def both() -> list[int]:
+        calls = [bench.trainer.train_step(GOOD, loss="reinforce") for _ in range(2)]
+        return [result.optim.step for result in await asyncio.gather(*calls)]
+
+    assert sorted(bench.run(both())) == [1, 2]
+
+
+def test_clear_gradients_drops_what_was_accumulated(bench: Bench) -> None:
+    bench.run(bench.trainer.forward_backward(GOOD, loss="reinforce"))
+    with_targets = sum(any(sequence.loss_mask) for sequence in GOOD)
+    assert bench.run(bench.trainer.get_status()).accumulated_sequences == with_targets
+    bench.run(bench.trainer.clear_gradients())
+    status = bench.run(bench.trainer.get_status())
+    assert (status.accumulated_sequences, status.accumulated_tokens) == (0, 0)
+    with pytest.raises(DataError, match="no target token"):
+        bench.run(bench.trainer.optim_step())
+
+
+def test_status_answers_while_a_step_runs(bench: Bench) -> None:
+    def slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        time.sleep(1.0)
+        return LossOutput(total=logprobs_BT.sum())
+
+    async def scenario() -> None:
+        step = asyncio.create_task(bench.trainer.forward_backward(GOOD[:1], loss=slow))
+        while (status := await bench.trainer.get_status()).phase != "forward_backward":
+            await asyncio.sleep(0.01)
+        assert not step.done()
+        assert status.step == 0
+        await step
+        assert (await bench.trainer.get_status()).phase == "idle"
+
+    bench.run(scenario())
+
+
+def test_a_users_loss_that_fails_says_so_and_the_trainer_goes_on(bench: Bench) -> None:
+    def broken(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        raise KeyError("no such column")
+
+    with pytest.raises(EngineError, match="no such column"):
+        bench.run(bench.trainer.forward_backward(GOOD, loss=broken))
+    assert "no such column" in bench.run(bench.trainer.get_status()).last_error
+    assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def test_a_loss_of_nan_is_refused_at_the_step(bench: Bench) -> None:
+    def nan(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        return LossOutput(total=(logprobs_BT * math.nan).sum())
+
+    bench.run(bench.trainer.forward_backward(GOOD, loss=nan))
+    with pytest.raises(NonFiniteError):
+        bench.run(bench.trainer.optim_step())
+    assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def test_forward_returns_logprobs_of_the_generator(bench: Bench) -> None:
+    """At the same version and temperature, after an update, for ragged prompts."""
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    ref = bench.run(bench.trainer.push_weights())
+    bench.run(bench.generator.pull_weights(ref))
+    sampling = SamplingParams(max_completion_tokens=6, temperature=0.7, num_completions=3)
+    groups = bench.run(bench.generator.generate(["3,7:", "a longer"], sampling))
+    completions = [completion for group in groups for completion in group]
+    assert len(completions) == 6
+    sequences = [
+        TrainSequence(
+            [*c.prompt_token_ids, *c.token_ids],
+            [0] * len(c.prompt_token_ids) + [1] * len(c.token_ids),
+            temperature=c.temperature,
+        )
+        for c in completions
+    ]
+    logprobs = bench.run(bench.trainer.forward(sequences)).logprobs
+    for completion, values in zip(completions, logprobs, strict=True):
+        found = values[len(completion.prompt_token_ids) :]
+        assert found == pytest.approx(list(completion.logprobs), abs=1e-5)
+        assert completion.policy_version == 1
+
+
+def test_the_same_seed_samples_the_same(bench: Bench, tiny_qwen3: Path) -> None:
+    twin = TransformersGenerator(
+        GeneratorConfig(device="cpu", batch_size=2),
+        model_dir=tiny_qwen3,
+        store=bench.store,
+        dtype=torch.float32,
+        seed=7,
+    )
+    bench.run(twin.setup())
+    sampling = SamplingParams(max_completion_tokens=4, num_completions=4)
+    first = bench.run(twin.generate(["3,7:"], sampling))
+    torch.manual_seed(123)  # someone else's randomness must not matter
+    second = bench.run(twin.generate(["3,7:"], sampling))
+    assert first != second
+    bench.run(twin.setup())
+    assert bench.run(twin.generate(["3,7:"], sampling)) == first
+    bench.run(twin.close())
+
+
+def test_prompts_that_do_not_fit_are_data_errors(bench: Bench) -> None:
+    sampling = SamplingParams(max_completion_tokens=4)
+    with pytest.raises(DataError, match="has 9 tokens, generator.max_prompt_tokens is 8"):
+        bench.run(bench.generator.generate(["123456789"], sampling))
+    with pytest.raises(DataError, match="no tokens"):
+        bench.run(bench.generator.generate([""], sampling))
+
+
+def test_versions_are_published_once_in_order_and_old_ones_dropped(bench: Bench) -> None:
+    trainer = bench.trainer
+    refs = [bench.run(trainer.push_weights())]
+    with pytest.raises(WeightsError, match="e0v0 are published already"):
+        bench.run(trainer.push_weights())
+    with pytest.raises(WeightsError, match="policy_version 5 is not the current step 0"):
+        bench.run(trainer.push_weights(policy_version=5))
+    for _ in range(3):
+        bench.run(trainer.train_step(GOOD, loss="grpo"))
+        refs.append(bench.run(trainer.push_weights()))
+    assert bench.run(bench.store.versions()) == [ref.version for ref in refs[-2:]]
+    assert bench.run(trainer.get_status()).published == refs[-1].version
+    bench.run(bench.generator.pull_weights(refs[-1]))
+    with pytest.raises(WeightsError, match="e0v2 are older than e0v3"):
+        bench.run(bench.generator.pull_weights(refs[-2]))
+
+
+def test_a_failed_pull_leaves_the_old_weights(bench: Bench) -> None:
+    ref = bench.run(bench.trainer.push_weights())
+    bench.run(bench.generator.pull_weights(ref))
+    gone = dataclasses.replace(ref, version=WeightsVersion(0, 9))
+    with pytest.raises(WeightsError, match="e0v9 do not exist"):
+        bench.run(bench.generator.pull_weights(gone))
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    torn: WeightsRef = bench.run(bench.trainer.push_weights())
+    key = next(key for key in bench.store._pieces if "e0v1" in key)
+    bench.store._pieces[key].view(torch.uint8)[0] ^= 1
+    before = [p.clone() for p in bench.generator._model.parameters()]
+    with pytest.raises(WeightsError, match="checksum"):
+        bench.run(bench.generator.pull_weights(torn))
+    after = list(bench.generator._model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert bench.run(bench.generator.get_status()).version == ref.version
+
+
+def test_a_failed_push_leaves_the_last_version(bench: Bench) -> None:
+    trainer, store = bench.trainer, bench.store
+    bench.run(trainer.push_weights())
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    pieces = dict(store._pieces)
+
+    async def disk_full(*_: Any) -> Any:
+        raise OSError("no space")
+
+    write, store.commit = store.commit, disk_full  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space"):
+        bench.run(trainer.push_weights())
+    store.commit = write  # type: ignore[method-assign]
+    assert bench.run(store.versions()) == [WeightsVersion(0, 0)]
+    assert store._pieces.keys() == pieces.keys()
+    assert bench.run(trainer.push_weights()).version == WeightsVersion(0, 1)
+
+
+def test_published_weights_do_not_alias_live_ones(bench: Bench) -> None:
+    bench.run(bench.trainer.push_weights())
+    before = {key: piece.clone() for key, piece in bench.store._pieces.items()}
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    assert all(torch.equal(bench.store._pieces[key], piece) for key, piece in before.items())
+
+
+def test_checkpoints_are_found_by_age_name_step_and_path(bench: Bench, tmp_path: Path) -> None:
+    trainer = bench.trainer
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        bench.run(trainer.load())
+    for _ in range(2):
+        bench.run(trainer.train_step(GOOD, loss="grpo"))
+        bench.run(trainer.save())
+    (tmp_path / "checkpoints" / "step-9").mkdir()
+    assert bench.run(trainer.load()).step == 2
+    assert bench.run(trainer.load(step=1)).step == 1
+    assert bench.run(trainer.get_status()).step == 1
+    elsewhere = str(tmp_path / "elsewhere")
+    assert bench.run(trainer.save(path=elsewhere)).path == elsewhere
+    assert bench.run(trainer.load(path=elsewhere)).step == 1
+    for given, message in (
+        ({"step": 9}, "lacks forge_trainer.json, so it is incomplete"),
+        ({"name": "none"}, "does not exist"),
+        ({"name": "a", "step": 1}, "at most one of"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            bench.run(trainer.load(**given))
+    with pytest.raises(CheckpointError, match="exists already"):
+        bench.run(trainer.save("step-1"))
+
+
+def test_save_refuses_to_lose_gradients(bench: Bench) -> None:
+    bench.run(bench.trainer.forward_backward(GOOD, loss="grpo"))
+    with pytest.raises(CheckpointError, match="gradients are accumulated"):
+        bench.run(bench.trainer.save())
+
+
+def test_a_load_opens_a_new_weights_epoch(bench: Bench) -> None:
+    trainer = bench.trainer
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    bench.run(trainer.save())
+    assert bench.run(trainer.push_weights()).version == WeightsVersion(0, 1)
+    bench.run(trainer.load())
+    assert bench.run(trainer.push_weights()).version == WeightsVersion(1, 1)
+
+
+def test_config_tells_the_static_facts(bench: Bench, tiny_qwen3: Path) -> None:
+    facts = bench.run(bench.trainer.get_config())
+    assert (facts.model_type, facts.vocab_size, facts.max_sequence_tokens) == ("qwen3", 260, 64)
+    assert facts.model_path == str(tiny_qwen3)
+    assert [rank.coordinates for rank in facts.ranks] == [{"dp": 0}]
+    assert facts.library_versions["torchtitan"] == "0.3.0"
+
+
+def test_errors_of_the_handle_are_ours(bench: Bench) -> None:
+    """Whatever goes wrong in an engine call has a rank and a phase."""
+
+    def out_of_memory() -> None:
+        raise MemoryError("no room")
+
+    worker = bench.trainer._ranks._worker  # type: ignore[attr-defined]
+    worker._engine.clear_gradients = out_of_memory
+    with pytest.raises(ForgeTrainerError, match=r"MemoryError: no room \(rank 0, phase clear_"):
+        bench.run(bench.trainer.clear_gradients())

@@ -1,0 +1,82 @@
+"""Errors, metrics and the public surface."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import forge_trainer
+from forge_trainer import errors
+from forge_trainer.errors import ForgeTrainerError, WorkerLostError
+from forge_trainer.metrics import Last, Max, Mean, Sum, as_floats, merge_metrics, metric_values
+
+
+def test_every_error_survives_pickling() -> None:
+    for _, cls in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(cls, ForgeTrainerError):
+            error = pickle.loads(pickle.dumps(cls("what happened")))
+            assert type(error) is cls
+            assert "what happened" in str(error)
+
+
+def test_located_errors_keep_their_place_across_processes() -> None:
+    error = pickle.loads(pickle.dumps(WorkerLostError("gone", rank=1, phase="save", step=3)))
+    assert (error.rank, error.phase, error.step) == (1, "save", 3)
+    assert str(error) == "gone (rank 1, phase save, step 3)"
+
+
+def test_metrics_merge_by_their_own_rule() -> None:
+    merged = merge_metrics(
+        [
+            {"a": Mean(6.0, 4), "b": Sum(1.0), "c": Max(2.0), "d": Last(1.0)},
+            {"a": Mean(2.0, 4), "b": Sum(2.0), "c": Max(1.0), "d": Last(5.0)},
+        ]
+    )
+    assert metric_values(merged) == {"a": 1.0, "b": 3.0, "c": 2.0, "d": 5.0}
+
+
+def test_merging_two_kinds_under_one_key_is_an_error() -> None:
+    with pytest.raises(TypeError, match="'a' is reported as Mean and Sum"):
+        merge_metrics([{"a": Mean(1.0, 1)}, {"a": Sum(1.0)}])
+
+
+def test_as_floats_takes_tensors_off_the_device() -> None:
+    metrics = as_floats({"a": Mean(torch.tensor(3.0), torch.tensor(2))})  # type: ignore[arg-type]
+    assert metrics == {"a": Mean(3.0, 2.0)}
+
+
+def test_public_names_are_exactly_these() -> None:
+    assert sorted(forge_trainer.__all__) == sorted(
+        [
+            "CheckpointError",
+            "ConfigError",
+            "DataError",
+            "EngineError",
+            "ForgeTrainerError",
+            "ForwardBackwardResult",
+            "LossOutput",
+            "NonFiniteError",
+            "OptimParams",
+            "OptimStepResult",
+            "SamplingParams",
+            "TrainBatch",
+            "TrainSequence",
+            "WeightsError",
+            "WeightsRef",
+            "WorkerLostError",
+            "running_services",
+            "start_in_process_trainer",
+        ]
+    )
+    for name in forge_trainer.__all__:
+        assert getattr(forge_trainer, name) is not None
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, forge_trainer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
