@@ -1,0 +1,86 @@
+"""One set of real processes for all tests that leave it whole: a trainer of two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_trainer.config.schema import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PackingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from forge_trainer.runtime.handles import GeneratorHandle
+from forge_trainer.runtime.lifecycle import running_services
+from forge_trainer.runtime.trainer import TrainerHandle
+from tests.processes import descendants, shared_memory, wait_until_gone
+
+# eps=1e-2 keeps Adam from blowing rounding noise in tiny gradients up to a full step.
+TRAINER = TrainerConfig(
+    num_ranks=2,
+    device="cpu",
+    optimizer=OptimizerConfig(lr=1e-2, eps=1e-2, weight_decay=0.1),
+    packing=PackingConfig(max_row_tokens=48, rows_per_microbatch=2),
+    collective_timeout_s=15.0,
+)
+GENERATOR = GeneratorConfig(device="cpu", max_prompt_tokens=16)
+INITIAL = "initial"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Running services and the loop they live on."""
+
+    trainer: TrainerHandle
+    generator: GeneratorHandle
+    model_dir: Path
+    runner: asyncio.Runner
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+
+@contextlib.contextmanager
+def running_cluster(
+    model_dir: Path, folder: Path, trainer: TrainerConfig = TRAINER
+) -> Iterator[Cluster]:
+    """Services on a loop of their own; afterwards no process and no shared memory is left."""
+    before, segments = descendants(), shared_memory()
+    with asyncio.Runner() as runner:
+        services = running_services(
+            trainer,
+            GENERATOR,
+            WeightsConfig(),
+            model_dir=model_dir,
+            checkpoint_folder=folder,
+        )
+        started = runner.run(services.__aenter__())
+        try:
+            yield Cluster(started.trainer, started.generator, model_dir, runner)
+        finally:
+            runner.run(services.__aexit__(None, None, None))
+    assert not wait_until_gone(descendants() - before, timeout_s=15)
+    assert shared_memory() <= segments
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tiny_qwen3, tmp_path_factory.mktemp("checkpoints")) as cluster:
+        cluster.run(cluster.trainer.save(INITIAL))
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """The shared processes, with the trainer as it was at the start."""
+    shared_cluster.run(shared_cluster.trainer.clear_gradients())
+    shared_cluster.run(shared_cluster.trainer.load(name=INITIAL))
+    return shared_cluster

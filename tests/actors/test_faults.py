@@ -1,0 +1,87 @@
+"""Processes that die: who, in what, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.errors import ConfigError, WorkerLostError
+from forge_trainer.runtime.lifecycle import running_services
+from tests.actors.conftest import GENERATOR, TRAINER, running_cluster
+from tests.actors.test_mesh import slow_loss
+from tests.data import random_sequences
+from tests.processes import descendants
+
+GOOD = random_sequences(6)
+
+
+def test_a_rank_killed_in_mid_step_is_named(tiny_qwen3: Path, tmp_path: Path) -> None:
+    with running_cluster(tiny_qwen3, tmp_path) as cluster:
+        trainer = cluster.trainer
+        facts = cluster.run(trainer.get_config())
+
+        async def step_and_kill() -> None:
+            step = asyncio.create_task(trainer.forward_backward(GOOD, loss=slow_loss))
+            while (await trainer.get_status()).phase != "forward_backward":
+                await asyncio.sleep(0.01)
+            os.kill(facts.ranks[1].pid, signal.SIGKILL)
+            await step
+
+        start = time.monotonic()
+        with pytest.raises(WorkerLostError, match="a trainer process is gone") as caught:
+            cluster.run(step_and_kill())
+        assert time.monotonic() - start < 30
+        assert (caught.value.rank, caught.value.phase) == (1, "forward_backward")
+        start = time.monotonic()
+        with pytest.raises(WorkerLostError):
+            cluster.run(trainer.optim_step())
+        assert time.monotonic() - start < 1
+
+
+def test_a_generator_that_dies_is_named_and_the_trainer_goes_on(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = TRAINER.model_copy(update={"num_ranks": 1})
+    before = descendants()
+    with running_cluster(tiny_qwen3, tmp_path, config) as cluster:
+        trainer_pid = cluster.run(cluster.trainer.get_config()).ranks[0].pid
+        ref = cluster.run(cluster.trainer.push_weights())
+        generator_pid = max(descendants() - before - {trainer_pid})
+        os.kill(generator_pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="a generator process is gone"):
+            cluster.run(cluster.generator.pull_weights(ref))
+        assert cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+        assert cluster.run(cluster.trainer.push_weights()).version > ref.version
+
+
+def test_a_port_in_use_is_a_config_error_before_anything_starts(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    before = descendants()
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        config = TRAINER.model_copy(update={"master_port": port})
+
+        async def start() -> None:
+            services = running_services(
+                config,
+                GENERATOR,
+                WeightsConfig(),
+                model_dir=tiny_qwen3,
+                checkpoint_folder=tmp_path,
+            )
+            async with services:
+                pass
+
+        with pytest.raises(ConfigError, match=f"trainer.master_port: {port} is in use"):
+            asyncio.run(start())
+    assert descendants() == before

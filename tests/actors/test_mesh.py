@@ -1,0 +1,276 @@
+"""A TitanTrainer mesh of two FSDP ranks, a torchstore and a generator, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_trainer.engine.local import LocalEngine
+from forge_trainer.errors import DataError, EngineError, WeightsError
+from forge_trainer.functional.losses import make_loss
+from forge_trainer.functional.packing import PackingPlan, pack_sequences
+from forge_trainer.hf import load_causal_lm
+from forge_trainer.runtime.handles import MeshRanks
+from forge_trainer.runtime.lifecycle import STORE_NAME
+from forge_trainer.runtime.weight_sync import sync_weights
+from forge_trainer.types import (
+    LossOutput,
+    OptimParams,
+    SamplingParams,
+    TrainBatch,
+    TrainSequence,
+    WeightsRef,
+    WeightsVersion,
+)
+from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from tests.actors.conftest import TRAINER, Cluster
+from tests.data import random_sequences
+
+GOOD = random_sequences(6)
+
+
+def _reference_steps(model_dir: Path) -> list[tuple[float, float]]:
+    """(loss sum, gradient norm) of five steps in float64, one document at a time."""
+    config = TRAINER.model_copy(update={"engine": "local", "num_ranks": 1})
+    engine = LocalEngine(config, model_dir, dtype=torch.float64)
+    engine.setup()
+    results = []
+    for step in range(5):
+        sequences = random_sequences(seed=step)
+        packed = pack_sequences(sequences, dp_size=1, plan=PackingPlan(48, 4, pack=False))
+        loss_sum = engine.forward_backward(packed.batches[0], make_loss("grpo")).loss_sum
+        results.append((loss_sum, engine.optim_step().grad_norm))
+    return results
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_two_fsdp_ranks_equal_the_slow_obvious_engine(cluster: Cluster, pack: bool) -> None:
+    trainer = cluster.trainer
+    plan = trainer._plan
+    trainer._plan = dataclasses.replace(plan, pack=pack)
+    try:
+        for step, (loss_sum, norm) in enumerate(_reference_steps(cluster.model_dir)):
+            result = cluster.run(trainer.train_step(random_sequences(seed=step), loss="grpo"))
+            metrics = result.forward_backward.metrics
+            assert metrics["loss/sum"].value == pytest.approx(loss_sum, rel=1e-5)
+            assert result.optim.grad_norm == pytest.approx(norm, rel=1e-5)
+    finally:
+        trainer._plan = plan
+
+
+def test_a_rank_with_nothing_but_padding_takes_part(cluster: Cluster) -> None:
+    """One sequence for two ranks, against the same sequence in float64."""
+    config = TRAINER.model_copy(update={"engine": "local", "num_ranks": 1})
+    engine = LocalEngine(config, cluster.model_dir, dtype=torch.float64)
+    engine.setup()
+    packed = pack_sequences(GOOD[:1], dp_size=1, plan=PackingPlan(48, 1))
+    engine.forward_backward(packed.batches[0], make_loss("grpo"))
+    result = cluster.run(cluster.trainer.train_step(GOOD[:1], loss="grpo"))
+    assert result.optim.grad_norm == pytest.approx(engine.optim_step().grad_norm, rel=1e-5)
+    assert result.forward_backward.num_sequences == 1
+
+
+async def _published(ref: WeightsRef) -> dict[str, torch.Tensor]:
+    store = TorchStoreWeightStore(STORE_NAME)
+    manifest = await store.read_manifest(ref.version)
+    return {
+        name: await store.read_tensor(ref.version, entry)
+        for name, entry in manifest.tensors.items()
+    }
+
+
+def test_pushed_weights_give_transformers_the_same_logits(cluster: Cluster) -> None:
+    ref = cluster.run(cluster.trainer.push_weights())
+    tensors = cluster.run(_published(ref))
+    given = load_causal_lm(cluster.model_dir, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_causal_lm(cluster.model_dir, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+        ids = torch.tensor([[5, 9, 2, 30, 7]])
+        torch.testing.assert_close(model(ids).logits, given(ids).logits, rtol=1e-5, atol=1e-5)
+    assert ref.num_tensors == len(tensors)
+    assert ref.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_the_generator_samples_from_the_weights_it_was_told_to_pull(cluster: Cluster) -> None:
+    """After updates, its log-probs are the trainer's at the same version and temperature."""
+    for _ in range(2):
+        cluster.run(cluster.trainer.train_step(GOOD, loss="grpo"))
+    report = cluster.run(sync_weights(cluster.trainer, cluster.generator))
+    sampling = SamplingParams(max_completion_tokens=6, temperature=0.7, num_completions=4)
+
+    async def pull_and_sample() -> Any:
+        """A pull and a request at once: the request is answered by the pulled weights."""
+        await cluster.trainer.train_step(GOOD, loss="grpo")
+        ref = await cluster.trainer.push_weights()
+        pull = asyncio.ensure_future(cluster.generator.pull_weights(ref))
+        await asyncio.sleep(0)
+        groups = await cluster.generator.generate(["3,7:", "a longer one"], sampling)
+        await pull
+        return groups
+
+    groups = cluster.run(pull_and_sample())
+    completions = [completion for group in groups for completion in group]
+    assert {c.policy_version for c in completions} == {report.ref.version.policy_version + 1}
+    sequences = [
+        TrainSequence(
+            [*c.prompt_token_ids, *c.token_ids],
+            [0] * len(c.prompt_token_ids) + [1] * len(c.token_ids),
+            temperature=c.temperature,
+        )
+        for c in completions
+    ]
+    logprobs = cluster.run(cluster.trainer.forward(sequences)).logprobs
+    for completion, values in zip(completions, logprobs, strict=True):
+        found = values[len(completion.prompt_token_ids) :]
+        assert found == pytest.approx(list(completion.logprobs), abs=1e-5)
+
+
+def test_old_versions_leave_the_store(cluster: Cluster) -> None:
+    store = TorchStoreWeightStore(STORE_NAME)
+    refs = []
+    for _ in range(3):
+        cluster.run(cluster.trainer.train_step(GOOD, loss="grpo"))
+        refs.append(cluster.run(cluster.trainer.push_weights()))
+    assert cluster.run(store.versions()) == [ref.version for ref in refs[-2:]]
+
+    async def keys() -> list[str]:
+        client = await store._client()
+        return list(await client.keys("weights"))
+
+    versions = {key.split(".")[1] for key in cluster.run(keys())}
+    assert versions == {str(ref.version) for ref in refs[-2:]}
+    with pytest.raises(WeightsError, match="do not exist; held: "):
+        cluster.run(store.read_manifest(refs[0].version))
+
+
+def test_weights_that_are_not_finite_are_never_pushed(cluster: Cluster) -> None:
+    store = TorchStoreWeightStore(STORE_NAME)
+    cluster.run(cluster.trainer.push_weights())
+    before = cluster.run(store.versions())
+    huge = OptimParams(lr=1e39)
+    cluster.run(cluster.trainer.train_step(GOOD, loss="grpo", params=huge))
+    with pytest.raises(WeightsError, match="e.*v1: .* is not finite; not published"):
+        cluster.run(cluster.trainer.push_weights())
+    assert cluster.run(store.versions()) == before
+
+
+def slow_loss(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    time.sleep(1.0)
+    return LossOutput(total=logprobs_BT.sum())
+
+
+def test_status_answers_while_a_step_runs(cluster: Cluster) -> None:
+    async def scenario() -> list[float]:
+        step = asyncio.create_task(cluster.trainer.forward_backward(GOOD[:1], loss=slow_loss))
+        while (await cluster.trainer.get_status()).phase != "forward_backward":
+            await asyncio.sleep(0.01)
+        waits = []
+        while not step.done():
+            start = time.perf_counter()
+            await cluster.trainer.get_status()
+            waits.append(time.perf_counter() - start)
+            await asyncio.sleep(0.02)
+        await step
+        return waits
+
+    waits = cluster.run(scenario())
+    assert len(waits) > 5
+    assert sorted(waits)[len(waits) // 2] < 0.5
+
+
+def loss_failing_on_rank_1(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    if dist.get_rank() == 1:
+        raise KeyError("a column that only rank 1 lacks")
+    return LossOutput(total=logprobs_BT.sum())
+
+
+def test_a_loss_that_fails_on_one_rank_is_an_error_on_all(cluster: Cluster) -> None:
+    wanted = cluster.run(
+        cluster.trainer.train_step(GOOD, loss="grpo", params=OptimParams(lr=0.0, weight_decay=0.0))
+    ).optim.grad_norm
+    with pytest.raises(EngineError, match="a column that only rank 1 lacks") as caught:
+        cluster.run(cluster.trainer.forward_backward(GOOD, loss=loss_failing_on_rank_1))
+    assert caught.value.rank == 1
+    again = cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim
+    assert (again.grad_norm, again.step) == (wanted, 2)
+
+
+def test_bad_data_is_refused_and_the_trainer_goes_on(cluster: Cluster) -> None:
+    bad = dataclasses.replace(GOOD[0], loss_mask=[1] * len(GOOD[0]))
+    with pytest.raises(DataError, match="sequence 0: loss_mask marks the first token"):
+        cluster.run(cluster.trainer.train_step([bad], loss="grpo"))
+    with pytest.raises(DataError, match="no target token"):
+        cluster.run(cluster.trainer.optim_step())
+    assert cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def test_concurrent_callers_give_the_result_of_one_after_the_other(cluster: Cluster) -> None:
+    trainer, still = cluster.trainer, OptimParams(lr=0.0, weight_decay=0.0)
+    parts = [GOOD[:1], GOOD[1:3], GOOD[3:]]
+
+    async def one_after_the_other() -> float:
+        for part in parts:
+            await trainer.forward_backward(part, loss="reinforce")
+        return (await trainer.optim_step(params=still)).grad_norm
+
+    async def at_once() -> float:
+        calls = [trainer.forward_backward(part, loss="reinforce") for part in parts]
+        await asyncio.gather(*calls)
+        return (await trainer.optim_step(params=still)).grad_norm
+
+    assert cluster.run(at_once()) == pytest.approx(cluster.run(one_after_the_other()), rel=1e-6)
+
+
+def test_a_second_handle_is_refused_on_every_rank(cluster: Cluster) -> None:
+    """Its calls could reach the ranks in another order, which gave wrong sums in a probe."""
+    ranks = cluster.trainer._ranks
+    assert isinstance(ranks, MeshRanks)
+    intruder = MeshRanks.__new__(MeshRanks)
+    intruder.__dict__.update(ranks.__dict__, _handle_id="intruder", _number=0)
+    with pytest.raises(EngineError, match="only one handle may drive a trainer"):
+        cluster.run(intruder.call("clear_gradients", [(), ()]))
+    assert cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def test_training_continues_from_a_checkpoint_as_if_nothing_happened(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def step(seed: int) -> float:
+        sequences = random_sequences(seed=seed)
+        norm: float = cluster.run(
+            cluster.trainer.train_step(sequences, loss="grpo")
+        ).optim.grad_norm
+        return norm
+
+    step(0)
+    saved = cluster.run(cluster.trainer.save(path=str(tmp_path / "saved")))
+    straight = [step(1), step(2)]
+    loaded = cluster.run(cluster.trainer.load(path=saved.path))
+    assert (saved.step, loaded.step, saved.complete) == (1, 1, True)
+    assert [step(1), step(2)] == straight
+
+
+def test_config_names_every_rank(cluster: Cluster) -> None:
+    facts = cluster.run(cluster.trainer.get_config())
+    assert [rank.coordinates["dp"] for rank in facts.ranks] == [0, 1]
+    assert len({rank.pid for rank in facts.ranks}) == 2
+    assert facts.dp_size == 2
+
+
+def test_a_load_opens_a_new_epoch(cluster: Cluster) -> None:
+    first: WeightsVersion = cluster.run(cluster.trainer.push_weights()).version
+    cluster.run(cluster.trainer.load(name="initial"))
+    second: WeightsVersion = cluster.run(cluster.trainer.push_weights()).version
+    assert second.policy_version == first.policy_version == 0
+    assert second.epoch == first.epoch + 1
