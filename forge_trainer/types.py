@@ -296,3 +296,5 @@ class GeneratorStatus:
     """The weights in use; e0v0 are those of the model directory until a pull."""
     phase: str
     num_completions: int
+    host: str
+    pid: int

@@ -7,6 +7,8 @@ Sampling has its own random state, so that the same calls give the same completi
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,7 +176,11 @@ class TransformersGenerator:
 
     async def get_status(self) -> GeneratorStatus:
         return GeneratorStatus(
-            version=self._version, phase=self._phase, num_completions=self._num_completions
+            version=self._version,
+            phase=self._phase,
+            num_completions=self._num_completions,
+            host=socket.gethostname(),
+            pid=os.getpid(),
         )
 
     async def close(self) -> None:

@@ -34,7 +34,8 @@ def prepare_controller() -> None:
 
 
 def _log_fault(failure: Any) -> None:
-    logger.debug("mesh %s lost ranks %s", failure.mesh_name, failure.crashed_ranks)
+    # Must not raise: Monarch answers an error in here by interrupting the controller.
+    logger.debug("%s", failure)
 
 
 def spawn_mesh(name: str, *, num_processes: int, cpu_threads: int) -> ProcMesh:

@@ -62,9 +62,11 @@ class TorchStoreWeightStore:
         client = await self._client()
         try:
             manifest: Manifest = await client.get(manifest_key(version))
-        except Exception as error:
+        except KeyError as error:
             held = [str(v) for v in await self.versions()]
             raise WeightsError(f"weights {version} do not exist; held: {held}") from error
+        except Exception as error:
+            raise WeightsError(f"weights {version}: the store failed: {error}") from error
         return manifest
 
     async def read_tensor(self, version: WeightsVersion, entry: TensorEntry) -> Tensor:
