@@ -9,7 +9,7 @@ from typing import Any
 
 from forge_trainer.config.schema import TaskConfig
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.rewards import starts_with_answer, resolve_reward
+from forge_trainer.functional.rewards import resolve_reward, starts_with_answer
 from forge_trainer.types import Prompt, RewardFn
 
 REASONING_GYM = "reasoning_gym/"

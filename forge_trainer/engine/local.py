@@ -60,7 +60,8 @@ class LocalEngine:
         self._model = load_causal_lm(self._model_dir, dtype=self._dtype, device=self._device)
         # transformers drops the gradient of the padding token's embedding. A document may hold that
         # token, and then it is one like any other.
-        self._model.get_input_embeddings().padding_idx = None
+        embeddings: Any = self._model.get_input_embeddings()
+        embeddings.padding_idx = None
         optimizer = self._config.optimizer
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),

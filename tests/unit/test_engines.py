@@ -307,7 +307,7 @@ def test_a_step_without_targets_is_a_data_error() -> None:
     parameter.grad = torch.ones(2)
     for normalize in ("tokens", "sequences", "none"):
         with pytest.raises(DataError, match="no target token"):
-            updater.optim_step(normalize=normalize, params=None)  # type: ignore[arg-type]
+            updater.optim_step(normalize=normalize, params=None)
     assert updater.step == 0
 
 

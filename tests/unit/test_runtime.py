@@ -29,7 +29,8 @@ def test_rollout_runs_ahead_by_exactly_the_allowed_age(max_policy_age: int) -> N
     steps, groups_per_step = 6, 2
     replay = Replay(max_policy_age=max_policy_age, seed=0)
     pipeline = Pipeline(replay, groups_per_step=groups_per_step, max_policy_age=max_policy_age)
-    version, ages = 0, []
+    version = 0
+    ages: list[int] = []
 
     async def rollout() -> None:
         while True:

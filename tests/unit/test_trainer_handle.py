@@ -108,7 +108,9 @@ GOOD = random_sequences(4)
     ],
     ids=["empty", "lengths", "first token", "vocabulary", "nan", "field missing", "too long"],
 )
-def test_bad_data_never_reaches_the_engine(bench: Bench, bad: list[TrainSequence]) -> None:
+def test_bad_data_never_reaches_the_engine(
+    bench: Bench, bad: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[str] = []
     ranks = bench.trainer._ranks
     call = ranks.call
@@ -117,7 +119,7 @@ def test_bad_data_never_reaches_the_engine(bench: Bench, bad: list[TrainSequence
         sent.append(method)
         return await call(method, args)
 
-    ranks.call = recorded  # type: ignore[method-assign]
+    monkeypatch.setattr(ranks, "call", recorded)
     with pytest.raises(DataError):
         bench.run(bench.trainer.forward_backward(bad, loss="grpo"))
     assert sent == []
@@ -299,7 +301,9 @@ def test_a_failed_pull_leaves_the_old_weights(bench: Bench) -> None:
     assert bench.run(bench.generator.get_status()).version == ref.version
 
 
-def test_a_failed_push_leaves_the_last_version(bench: Bench) -> None:
+def test_a_failed_push_leaves_the_last_version(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, store = bench.trainer, bench.store
     bench.run(trainer.push_weights())
     bench.run(trainer.train_step(GOOD, loss="grpo"))
@@ -308,10 +312,9 @@ def test_a_failed_push_leaves_the_last_version(bench: Bench) -> None:
     async def disk_full(*_: Any) -> Any:
         raise OSError("no space")
 
-    write, store.commit = store.commit, disk_full  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="no space"):
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr(store, "commit", disk_full)
         bench.run(trainer.push_weights())
-    store.commit = write  # type: ignore[method-assign]
     assert bench.run(store.versions()) == [WeightsVersion(0, 0)]
     assert store._pieces.keys() == pieces.keys()
     assert bench.run(trainer.push_weights()).version == WeightsVersion(0, 1)
