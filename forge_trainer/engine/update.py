@@ -40,6 +40,28 @@ def count_targets(batch: TrainBatch) -> Counts:
     return Counts(sequences=len(torch.unique(targets)), tokens=targets.numel())
 
 
+def allocate_state(optimizer: Optimizer) -> None:
+    """Give a new optimizer its state, all zero, with no step counted.
+
+    torch 2.13.0 allocates it in the first `get_optimizer_state_dict`, by a step that Adam counts:
+    saving before the first update would change every update after it.
+    """
+    groups = optimizer.param_groups
+    learning_rates = [group["lr"] for group in groups]
+    parameters = [p for group in groups for p in group["params"]]
+    for group in groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
+    for group, learning_rate in zip(groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
+
+
 class Updater:
     """Owns the optimizers, the schedule, the counts and the step of one rank."""
 
@@ -55,6 +77,8 @@ class Updater:
         rank: int,
     ) -> None:
         self._optimizers = optimizers
+        for optimizer in optimizers:
+            allocate_state(optimizer)
         self._schedulers = schedulers
         self._schedule_steps = schedule_steps
         self._reduce_counts = reduce_counts

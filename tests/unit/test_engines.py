@@ -209,6 +209,23 @@ def test_a_resumed_engine_equals_an_uninterrupted_one(
     assert all(torch.equal(one.data, other.data) for one, other in pieces)
 
 
+@pytest.mark.parametrize("kind", [TitanEngine, LocalEngine])
+def test_saving_before_the_first_update_changes_nothing(
+    tiny_qwen3: Path, tmp_path: Path, kind: type[TitanEngine] | type[LocalEngine]
+) -> None:
+    """torch allocated Adam's state in the first save and counted that as a step."""
+    norms = []
+    for save in (False, True):
+        engine = kind(CONFIG, tiny_qwen3)
+        engine.setup()
+        if save:
+            engine.save(str(tmp_path / "saved"))
+        for seed in range(3):
+            engine.forward_backward(_batches(seed=seed), make_loss("grpo"))
+            norms.append(engine.optim_step().grad_norm)
+    assert norms[:3] == norms[3:]
+
+
 def test_a_directory_with_other_tensors_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
