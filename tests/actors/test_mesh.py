@@ -158,8 +158,8 @@ def test_weights_that_are_not_finite_are_never_pushed(cluster: Cluster) -> None:
     store = TorchStoreWeightStore(STORE_NAME)
     cluster.run(cluster.trainer.push_weights())
     before = cluster.run(store.versions())
-    # The norm weights of 1 go to -3e38 by decay and by the gradient beyond what float32 holds.
-    huge = OptimParams(lr=3e38, weight_decay=1.0, eps=1e-30)
+    # The norm weights of 1 go to -3.3e38 by decay and beyond what float32 holds by the gradient.
+    huge = OptimParams(lr=3e37, weight_decay=11.0, eps=1e-30)
     cluster.run(cluster.trainer.train_step(GOOD, loss="grpo", params=huge))
     with pytest.raises(WeightsError, match="e.*v1: .* is not finite; not published"):
         cluster.run(cluster.trainer.push_weights())
