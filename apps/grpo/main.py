@@ -54,10 +54,11 @@ def start(config: GrpoConfig) -> None:
 async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -> None:
     """Start the processes and run both loops until the steps are done."""
     from forge_trainer.replay import Replay
+    from forge_trainer.reporting.files import write_facts
     from forge_trainer.runtime.lifecycle import running_services
     from forge_trainer.runtime.pipeline import Pipeline
     from forge_trainer.runtime.rollout import run_rollout
-    from forge_trainer.runtime.run_folder import CHECKPOINTS_FOLDER
+    from forge_trainer.runtime.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE
     from forge_trainer.runtime.tasks import run_with_background
     from forge_trainer.runtime.train_loop import TrainPlan, run_training
     from forge_trainer.types import SamplingParams
@@ -86,6 +87,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
             checkpoint_folder=checkpoints,
             seed=config.run.seed,
         ) as services:
+            write_facts(await services.trainer.get_config(), folder / FACTS_FILE)
             rollout = run_rollout(
                 services.generator,
                 task,

@@ -79,6 +79,34 @@ def read_step(path: Path) -> int:
     return int(json.loads(marker.read_text())["step"])
 
 
+def step_name(step: int) -> str:
+    """The name of a checkpoint that was given none."""
+    return f"step-{step}"
+
+
+def find_checkpoint(
+    folder: Path, *, path: str | None = None, name: str | None = None, step: int | None = None
+) -> Path:
+    """The checkpoint asked for; without `path`, `name` and `step` the newest complete one.
+
+    Raises:
+        CheckpointError: more than one is given, or there is no complete one.
+    """
+    given = [value for value in (path, name, step) if value is not None]
+    if len(given) > 1:
+        raise CheckpointError(f"give at most one of path, name and step, got {given}")
+    if path is not None:
+        return Path(path)
+    if name is not None:
+        return folder / name
+    if step is not None:
+        return folder / step_name(step)
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise CheckpointError(f"no complete checkpoint in {folder}; nothing was loaded")
+    return newest
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint in `folder` with the highest step; None if there is none."""
     complete = [path for path in folder.glob("*") if (path / MARKER).is_file()]

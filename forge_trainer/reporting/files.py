@@ -1,14 +1,20 @@
-"""Files of a run: metrics.jsonl, rollouts.jsonl and TensorBoard events."""
+"""Files of a run: trainer.json, metrics.jsonl, rollouts.jsonl and TensorBoard events."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from forge_trainer.types import Episode
+from forge_trainer.types import Episode, TrainerFacts
+
+
+def write_facts(facts: TrainerFacts, path: Path) -> None:
+    """What a run was made of, for whoever reads its numbers later."""
+    path.write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
 
 
 class MetricsFile:

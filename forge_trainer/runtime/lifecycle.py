@@ -35,7 +35,8 @@ from .trainer import TrainerHandle, TrainerSetup
 logger = logging.getLogger(__name__)
 
 STORE_NAME = "forge_trainer"
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 40.0
+"""Monarch stops processes only once they have started, which can take half of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +133,4 @@ async def _closing(what: str, close: Callable[[], Awaitable[object]]) -> None:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await close()
     except Exception as error:
-        logger.warning("closing the %s failed: %s: %s", what, type(error).__name__, error)
+        logger.warning("closing the %s failed: %r", what, error)

@@ -22,6 +22,9 @@ from . import torchstore_patch
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_BYTES = 910_737_418_240
+"""What torchstore 0.1.2 sets itself for its transfers, with a warning, where it finds nothing."""
+
 
 def prepare_controller() -> None:
     """Make this process fit to drive meshes: patched torchstore, and faults as exceptions.
@@ -29,7 +32,7 @@ def prepare_controller() -> None:
     By default Monarch interrupts the controller when a process dies (exit code 130, as if the
     user had pressed Ctrl-C). Here the call that needed the process raises instead.
     """
-    torchstore_patch.apply()
+    _prepare_torchstore()
     monarch.actor.unhandled_fault_hook = _log_fault
 
 
@@ -56,6 +59,11 @@ def _bootstrap(cpu_threads: int) -> None:
 
     torch.set_num_threads(cpu_threads)
     # Imported before actors are: two actors unpickled at once would import it half each.
+    _prepare_torchstore()
+
+
+def _prepare_torchstore() -> None:
+    os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(MAX_MESSAGE_BYTES))
     torchstore_patch.apply()
 
 

@@ -10,6 +10,8 @@ from forge_trainer.errors import ConfigError
 
 CONFIG_FILE = "run_config.yaml"
 """The resolved config; its presence says that a folder holds a run."""
+FACTS_FILE = "trainer.json"
+"""What the trainer says of itself: model, layout, devices, processes, library versions."""
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -17,6 +19,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 """A model made on the fly."""
 CONTENTS = (
+    FACTS_FILE,
     METRICS_FILE,
     ROLLOUTS_FILE,
     TENSORBOARD_FOLDER,

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from forge_trainer.config.schema import TrainerConfig, WeightsConfig
-from forge_trainer.engine.checkpoint import newest_checkpoint
-from forge_trainer.errors import CheckpointError, EngineError, WeightsError
+from forge_trainer.engine.checkpoint import find_checkpoint, step_name
+from forge_trainer.errors import CheckpointError
 from forge_trainer.functional.losses import make_loss, required_fields
-from forge_trainer.functional.manifests import build_manifest
 from forge_trainer.functional.packing import (
     PackedCall,
     PackingPlan,
@@ -42,37 +40,14 @@ from forge_trainer.types import (
     TrainSequence,
     TrainStepResult,
     WeightsRef,
-    WeightsVersion,
 )
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from .publish import WeightsPublisher
+from .ranks import RankCalls, agreed
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 GPU_FLEX_BLOCK = 128
 """Flex attention on a GPU wants row lengths in multiples of its block."""
-
-
-class RankCalls(Protocol):
-    """Reaches the ranks of one trainer."""
-
-    @property
-    def size(self) -> int: ...
-
-    async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """One ordered call on every rank; the results by rank.
-
-        Raises:
-            ForgeTrainerError: the cause, once every rank has answered or is given up.
-        """
-        ...
-
-    async def ask(self, rank: int, method: str, *args: Any) -> Any:
-        """A call on one rank that needs no order and no collective."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +68,7 @@ class TrainerHandle:
         self._ranks = ranks
         self._lock = asyncio.Lock()
         self._step = 0
-        self._epoch = 0
-        self._published: WeightsVersion | None = None
+        self._publisher = WeightsPublisher(ranks, setup.weights)
 
     async def setup(self) -> None:
         """Build the engines of all ranks."""
@@ -181,7 +155,7 @@ class TrainerHandle:
             CheckpointError: it exists already, cannot be written, or gradients are accumulated.
         """
         async with self._lock:
-            target = self._checkpoint_path(name or f"step-{self._step}", path)
+            target = Path(path or self._setup.checkpoint_folder / (name or step_name(self._step)))
             status = await self._ranks.ask(0, "status")
             if status.accumulated_tokens:
                 raise CheckpointError(
@@ -189,7 +163,7 @@ class TrainerHandle:
                     "clear_gradients before save"
                 )
             infos: list[CheckpointInfo] = await self._call_all("save", str(target))
-            return _agreed("save", infos)
+            return agreed("save", infos)
 
     async def load(
         self,
@@ -207,12 +181,12 @@ class TrainerHandle:
             CheckpointError: there is none, or it is incomplete or of another model.
         """
         async with self._lock:
-            source = self._find_checkpoint(path, name, step)
+            source = find_checkpoint(self._setup.checkpoint_folder, path=path, name=name, step=step)
             infos: list[CheckpointInfo] = await self._call_all("load", str(source), weights_only)
-            info = _agreed("load", infos)
+            info = agreed("load", infos)
             if not weights_only:
                 self._step = info.step
-            self._epoch += 1
+            self._publisher.open_epoch()
             return info
 
     async def push_weights(self, *, policy_version: int | None = None) -> WeightsRef:
@@ -225,23 +199,7 @@ class TrainerHandle:
                 already, or the weights are not finite. The last version stays as it was.
         """
         async with self._lock:
-            version = WeightsVersion(self._epoch, self._step)
-            self._require_publishable(version, policy_version)
-            try:
-                records = await self._call_all("write_weights", version)
-                manifest = build_manifest(version, [r for own in records for r in own])
-                await self._ranks.ask(0, "commit_weights", manifest)
-            except Exception:
-                await self._drop_quietly(version)
-                raise
-            self._published = version
-            await self._drop_old_versions()
-        return WeightsRef(
-            version=version,
-            num_tensors=len(manifest.tensors),
-            num_bytes=manifest.num_bytes,
-            dtype=self._setup.weights.dtype,
-        )
+            return await self._publisher.publish(self._step, policy_version)
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
@@ -270,7 +228,7 @@ class TrainerHandle:
             seconds_in_phase=by_rank[0].seconds_in_phase,
             accumulated_sequences=sum(s.accumulated_sequences for s in per_dp_rank),
             accumulated_tokens=sum(s.accumulated_tokens for s in per_dp_rank),
-            published=self._published,
+            published=self._publisher.published,
             last_error=errors[0] if errors else None,
         )
 
@@ -324,7 +282,7 @@ class TrainerHandle:
         self, normalize: Normalize, params: OptimParams | None
     ) -> OptimStepResult:
         results: list[OptimStepResult] = await self._call_all("optim_step", normalize, params)
-        result = _agreed("optim_step", results)
+        result = agreed("optim_step", results)
         self._step = result.step
         return result
 
@@ -340,54 +298,3 @@ class TrainerHandle:
         """Ranks that differ only in other axes saw the same tokens; the first of each counts."""
         first = {dp_rank: i for i, dp_rank in reversed(list(enumerate(self._dp_ranks)))}
         return [by_rank[first[dp_rank]] for dp_rank in range(self._facts.dp_size)]
-
-    def _checkpoint_path(self, name: str, path: str | None) -> Path:
-        return Path(path) if path is not None else self._setup.checkpoint_folder / name
-
-    def _find_checkpoint(self, path: str | None, name: str | None, step: int | None) -> Path:
-        given = [value for value in (path, name, step) if value is not None]
-        if len(given) > 1:
-            raise CheckpointError(f"give at most one of path, name and step, got {given}")
-        if given:
-            return self._checkpoint_path(name or f"step-{step}", path)
-        newest = newest_checkpoint(self._setup.checkpoint_folder)
-        if newest is None:
-            raise CheckpointError(
-                f"no complete checkpoint in {self._setup.checkpoint_folder}; nothing was loaded"
-            )
-        return newest
-
-    def _require_publishable(self, version: WeightsVersion, policy_version: int | None) -> None:
-        if policy_version not in (None, self._step):
-            raise WeightsError(
-                f"policy_version {policy_version} is not the current step {self._step}; leave it "
-                "out or push right after the step"
-            )
-        if self._published is not None and version <= self._published:
-            raise WeightsError(f"weights {version} are published already ({self._published})")
-
-    async def _drop_old_versions(self) -> None:
-        held: list[WeightsVersion] = await self._ranks.ask(0, "held_versions")
-        for version in held[: -self._setup.weights.keep_versions]:
-            await self._ranks.ask(0, "drop_weights", version)
-
-    async def _drop_quietly(self, version: WeightsVersion) -> None:
-        """Remove what a failed push left; its own failure must not hide the first one."""
-        try:
-            await self._ranks.ask(0, "drop_weights", version)
-        except Exception as error:
-            logger.warning("could not remove the half-published weights %s: %s", version, error)
-
-
-def _agreed(method: str, results: Sequence[T]) -> T:
-    """The result that all ranks gave.
-
-    Raises:
-        EngineError: they differ, so their states do.
-    """
-    # By text, since a nan is equal to nothing, itself included.
-    if len({repr(result) for result in results}) > 1:
-        raise EngineError(
-            f"ranks disagree on the result of {method}: {list(results)}", phase=method
-        )
-    return results[0]

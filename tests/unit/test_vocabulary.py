@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,9 @@ import forge_trainer
 from forge_trainer import errors
 from forge_trainer.errors import ForgeTrainerError, WorkerLostError
 from forge_trainer.metrics import Last, Max, Mean, Sum, as_floats, merge_metrics, metric_values
+from forge_trainer.protocols import Generator, Trainer
+from forge_trainer.runtime.handles import GeneratorHandle
+from forge_trainer.runtime.trainer import TrainerHandle
 
 
 def test_every_error_survives_pickling() -> None:
@@ -77,6 +78,34 @@ def test_public_names_are_exactly_these() -> None:
         assert getattr(forge_trainer, name) is not None
 
 
-def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, forge_trainer; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("protocol", "kind"), [(Trainer, TrainerHandle), (Generator, GeneratorHandle)]
+)
+def test_handles_keep_their_protocols_signatures(protocol: type, kind: type) -> None:
+    methods = [name for name in vars(protocol) if not name.startswith("_")]
+    assert methods
+    for name in methods:
+        assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(protocol, name))
+
+
+def test_the_trainers_parameters_are_pinned() -> None:
+    found = {
+        name: " ".join(inspect.signature(method).parameters)
+        for name, method in vars(TrainerHandle).items()
+        if not name.startswith("_")
+    }
+    options = "self sequences loss loss_config"
+    assert found == {
+        "setup": "self",
+        "forward": "self sequences with_entropy",
+        "forward_backward": f"{options} return_logprobs",
+        "optim_step": "self normalize params",
+        "train_step": f"{options} normalize params return_logprobs",
+        "clear_gradients": "self",
+        "save": "self name path",
+        "load": "self path name step weights_only",
+        "push_weights": "self policy_version",
+        "get_config": "self",
+        "get_status": "self",
+        "close": "self",
+    }

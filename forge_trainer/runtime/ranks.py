@@ -1,0 +1,45 @@
+"""What a handle needs of the ranks of a trainer, however they are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from forge_trainer.errors import EngineError
+
+T = TypeVar("T")
+
+
+class RankCalls(Protocol):
+    """Reaches the ranks of one trainer."""
+
+    @property
+    def size(self) -> int: ...
+
+    async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        """One ordered call on every rank; the results by rank.
+
+        Raises:
+            ForgeTrainerError: the cause, once every rank has answered or is given up.
+        """
+        ...
+
+    async def ask(self, rank: int, method: str, *args: Any) -> Any:
+        """A call on one rank that needs no order and no collective."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def agreed(method: str, results: Sequence[T]) -> T:
+    """The result that all ranks gave.
+
+    Raises:
+        EngineError: they differ, so their states do.
+    """
+    # By text, since a nan is equal to nothing, itself included.
+    if len({repr(result) for result in results}) > 1:
+        raise EngineError(
+            f"ranks disagree on the result of {method}: {list(results)}", phase=method
+        )
+    return results[0]

@@ -1,0 +1,124 @@
+"""The GRPO app as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_trainer.config.load import load_config
+from forge_trainer.config.schema import GrpoConfig
+from tests.e2e.apps import TINY, RunningApp, read_rows, run_app
+
+APP = "apps.grpo.main"
+KEYS = {
+    "step",
+    "policy_version",
+    "reward/mean",
+    "reward/groups_with_signal",
+    "rollout/completion_tokens",
+    "rollout/logprob_gap",
+    "rollout/stopped",
+    "time/step_s",
+    "time/train_s",
+    "time/wait_rollout_s",
+    "trainer/grad_norm",
+    "trainer/learning_rate",
+    "trainer/loss",
+    "trainer/skipped_steps",
+    "trainer/target_tokens",
+    "trainer/tokens_per_s",
+    "weights/bytes",
+    "weights/pull_s",
+    "weights/push_s",
+}
+
+
+def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    short = ["--run.steps", "4", "--algorithm.groups_per_step", "4"]
+    options = [*TINY, *short, "--run.folder", str(folder), "--trainer.checkpoint_interval", "2"]
+    code, out, err = run_app(APP, *options)
+    assert (code, err) == (0, ""), err
+    assert re.search(r"step 4/4 .*reward .*loss .*tok/s .*sync .*left", out)
+    assert f"run folder: {folder}" in out
+
+    rows = read_rows(folder / "metrics.jsonl")
+    wanted = [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [(row["step"], row["policy_version"]) for row in rows] == wanted
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["rollout/logprob_gap"] < 1e-4
+    rollouts = read_rows(folder / "rollouts.jsonl")
+    assert {(r["step"], r["policy_version"]) for r in rollouts} == set(wanted)
+    assert rollouts[0].keys() >= {"prompt", "completion", "reward"}
+    assert len(list((folder / "tensorboard").glob("events.*"))) == 1
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-2", "step-4"}
+    facts = json.loads((folder / "trainer.json").read_text())
+    assert [rank["coordinates"] for rank in facts["ranks"]] == [{"dp": 0}, {"dp": 1}]
+    assert load_config(GrpoConfig, folder / "run_config.yaml").run.steps == 4
+
+    code, _, err = run_app(APP, *options)
+    assert code == 2
+    assert "holds an earlier run; give --overwrite" in err
+    assert read_rows(folder / "metrics.jsonl") == rows
+
+
+def test_it_really_learns(tmp_path: Path) -> None:
+    """Mean reward at most 0.3 in the first five steps and at least 0.8 over the last ten."""
+    code, _, err = run_app(APP, *TINY, "--run.folder", str(tmp_path / "run"))
+    assert (code, err) == (0, ""), err
+    rewards = [row["reward/mean"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert max(rewards[:5]) <= 0.3
+    assert sum(rewards[-10:]) / 10 >= 0.8
+
+
+@pytest.mark.parametrize("moment", ["reading", "starting", "training"])
+def test_ctrl_c_stops_cleanly(tmp_path: Path, moment: str) -> None:
+    folder = tmp_path / "run"
+    app = RunningApp(APP, [*TINY, "--run.folder", str(folder)]).start()
+    if moment == "starting":
+        app.wait_for_processes(4)
+    else:
+        app.wait_for(folder / {"reading": "run_config.yaml", "training": "metrics.jsonl"}[moment])
+    app.interrupt()
+    code, _, err = app.finish()
+    assert (code, err) == (130, "stopped\n"), err
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    app = RunningApp(APP, [*TINY, "--run.folder", str(folder)]).start()
+    app.wait_for(folder / "metrics.jsonl")
+    facts = json.loads((folder / "trainer.json").read_text())
+    os.kill(facts["ranks"][1]["pid"], signal.SIGKILL)
+    start = time.monotonic()
+    code, _, err = app.finish()
+    assert time.monotonic() - start < 30
+    assert code == 1
+    assert re.search(r"WorkerLostError: a trainer process is gone: .*\(rank 1, phase \w+", err), err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "configs/none.yaml"], "cannot read config file 'configs/none.yaml'"),
+        ([*TINY, "--trainer.num_rank", "2"], "did you mean trainer.num_ranks"),
+        ([*TINY, "--algorithm.group_size", "1"], "algorithm.group_size: got '1'"),
+        ([*TINY, "--run.folder", "/proc/none"], "cannot write to /proc/none"),
+        ([*TINY, "--task.name", "no_such_task"], "no_such_task"),
+    ],
+    ids=["file", "key", "range", "folder", "task"],
+)
+def test_a_bad_config_ends_with_2_before_any_process(options: list[str], message: str) -> None:
+    app = RunningApp(APP, options).start()
+    code, out, err = app.finish()
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("ConfigError: ")
+    assert err.count("\n") <= 2
