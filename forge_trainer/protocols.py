@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 
 from forge_trainer.metrics import Metric
+from forge_trainer.status import GeneratorStatus, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointInfo,
     Completion,
     ForwardBackwardResult,
     ForwardResult,
-    GeneratorStatus,
     LossFn,
     Normalize,
     OptimParams,
     OptimStepResult,
     SamplingParams,
     TrainBatch,
-    TrainerFacts,
-    TrainerStatus,
     TrainSequence,
     TrainStepResult,
     WeightsRef,

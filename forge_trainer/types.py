@@ -6,6 +6,7 @@ Axes in names: B rows, T positions, V vocabulary, G members of a group.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,12 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from forge_trainer.errors import DataError
 from forge_trainer.metrics import Metric
 
 Normalize = Literal["tokens", "sequences", "none"]
 
 PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_weights")
 """The optional per-token fields of a TrainSequence; each sits at the token it describes."""
+
+
+def _require(name: str, value: float | None, holds: Callable[[float], bool], wanted: str) -> None:
+    if value is not None and not (math.isfinite(value) and holds(value)):
+        raise DataError(f"{name} is {value}; it must be finite and {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,11 @@ class SamplingParams:
     temperature: float = 1.0
     num_completions: int = 1
     """Completions per prompt (the group size G)."""
+
+    def __post_init__(self) -> None:
+        """Raises DataError for values that nothing can be sampled with."""
+        for name in ("max_completion_tokens", "temperature", "num_completions"):
+            _require(name, getattr(self, name), lambda x: x > 0, "above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +160,15 @@ class OptimParams:
     weight_decay: float | None = None
     max_grad_norm: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises DataError for values that no optimizer can mean."""
+        _require("lr", self.lr, lambda x: x >= 0, "at least 0")
+        _require("eps", self.eps, lambda x: x > 0, "above 0")
+        _require("weight_decay", self.weight_decay, lambda x: x >= 0, "at least 0")
+        _require("max_grad_norm", self.max_grad_norm, lambda x: x > 0, "above 0")
+        for beta in self.betas or ():
+            _require("betas", beta, lambda x: 0 <= x < 1, "in [0, 1)")
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
@@ -234,67 +255,3 @@ class CallTicket:
 
     handle_id: str
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """Static facts of one rank."""
-
-    rank: int
-    coordinates: dict[str, int]
-    """Index on every mesh axis, e.g. {"dp": 1, "tp": 0, "pp": 0}."""
-    device: str
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerFacts:
-    """What `get_config` returns: facts that do not change while the trainer lives."""
-
-    model_path: str
-    model_type: str
-    vocab_size: int
-    max_sequence_tokens: int
-    num_parameters: int
-    dp_size: int
-    ranks: list[RankFacts]
-    library_versions: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """A snapshot of one rank that never waits for the step it describes."""
-
-    step: int
-    phase: str
-    """`idle`, or the name of the call that is running."""
-    seconds_in_phase: float
-    accumulated_sequences: int
-    accumulated_tokens: int
-    last_error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerStatus:
-    """What `get_status` returns: a snapshot that never waits for the step it describes."""
-
-    step: int
-    phase: str
-    """Of the first rank: `idle`, or the name of the call that is running."""
-    seconds_in_phase: float
-    accumulated_sequences: int
-    """Over all data-parallel ranks, like the tokens."""
-    accumulated_tokens: int
-    published: WeightsVersion | None
-    last_error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorStatus:
-    version: WeightsVersion
-    """The weights in use; e0v0 are those of the model directory until a pull."""
-    phase: str
-    num_completions: int
-    host: str
-    pid: int

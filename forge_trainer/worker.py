@@ -35,14 +35,13 @@ from forge_trainer.protocols import (
     WeightPiece,
     WeightStore,
 )
+from forge_trainer.status import RankFacts, RankStatus
 from forge_trainer.types import (
     CheckpointInfo,
     LossFn,
     Normalize,
     OptimParams,
     OptimStepResult,
-    RankFacts,
-    RankStatus,
     TrainBatch,
     WeightsVersion,
     World,

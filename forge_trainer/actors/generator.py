@@ -10,13 +10,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.generation.transformers import TransformersGenerator
-from forge_trainer.types import (
-    Completion,
-    GeneratorStatus,
-    SamplingParams,
-    WeightsRef,
-    WeightsVersion,
-)
+from forge_trainer.status import GeneratorStatus
+from forge_trainer.types import Completion, SamplingParams, WeightsRef, WeightsVersion
 from forge_trainer.weights.torchstore import TorchStoreWeightStore
 
 

@@ -17,6 +17,7 @@ from forge_trainer.protocols import (
     MicrobatchOutput,
     PieceRecord,
 )
+from forge_trainer.status import RankFacts, RankStatus
 from forge_trainer.types import (
     CallTicket,
     CheckpointInfo,
@@ -24,8 +25,6 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
-    RankFacts,
-    RankStatus,
     TrainBatch,
     WeightsVersion,
     World,

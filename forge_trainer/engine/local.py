@@ -127,14 +127,21 @@ class LocalEngine:
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, *, return_logprobs: bool = False
     ) -> EngineForwardBackward:
         calls = LossCalls(loss_fn, batches)
-        for batch in (batch.to(self._device) for batch in batches):
-            logprobs_BT, _ = self._token_logprobs(batch)
-            calls(logprobs_BT, batch).backward()
-        if calls.error is not None:
+        try:
+            for batch in (batch.to(self._device) for batch in batches):
+                logprobs_BT, _ = self._token_logprobs(batch)
+                calls(logprobs_BT, batch).backward()
+            if calls.error is not None:
+                raise EngineError(
+                    f"the loss failed: {calls.error}", rank=0, phase="forward_backward"
+                )
+            result = calls.result(return_logprobs=return_logprobs)
+        except BaseException:
+            # Half a gradient must not reach the next step.
             self.clear_gradients()
-            raise EngineError(f"the loss failed: {calls.error}", rank=0, phase="forward_backward")
+            raise
         self._updater.add(calls.counts)
-        return calls.result(return_logprobs=return_logprobs)
+        return result
 
     def optim_step(
         self, *, normalize: Normalize = "tokens", params: OptimParams | None = None

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge_trainer.metrics import Mean, Metrics, as_floats, merge_metrics
+from forge_trainer.functional.losses import logprob_gap
+from forge_trainer.metrics import Mean, Metric, Metrics, as_floats, merge_metrics
 from forge_trainer.protocols import EngineForwardBackward
 from forge_trainer.types import LossFn, LossOutput, TrainBatch
 
@@ -40,7 +41,7 @@ class LossCalls:
                 self.error = "".join(traceback.format_exception(error, limit=-3)).strip()
             else:
                 self._totals.append(output.total.detach())
-                self._metrics.append(output.metrics)
+                self._metrics += [output.metrics, logprob_gap(logprobs_BT, batch)]
                 return output.total
         # Kept connected to the graph so that every rank still runs backward.
         return 0.0 * logprobs_BT.sum()
@@ -67,6 +68,12 @@ def _checked(output: LossOutput) -> LossOutput:
     if not isinstance(total, Tensor) or total.dim() != 0:
         got = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise TypeError(f"LossOutput.total must be a 0-dim tensor, the sum over tokens; got {got}")
+    for key, metric in output.metrics.items():
+        if not isinstance(key, str) or not isinstance(metric, Metric):
+            raise TypeError(
+                f"LossOutput.metrics[{key!r}] is {type(metric).__name__}; "
+                "use Mean, Sum, Max or Last"
+            )
     if not total.requires_grad:
         raise ValueError(
             "LossOutput.total does not depend on the log-probs; nothing would be learned"

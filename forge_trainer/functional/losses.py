@@ -21,6 +21,9 @@ from forge_trainer.errors import ConfigError
 from forge_trainer.metrics import Max, Mean, Metric
 from forge_trainer.types import LossFn, LossOutput, TrainBatch
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this: exp(20) is 5e8."""
+
 
 def cross_entropy(logprobs_BT: Float[Tensor, "B T"], batch: TrainBatch) -> LossOutput:
     """-sum_t w_t log p(token_t): maximum likelihood, the loss of supervised fine-tuning."""
@@ -55,7 +58,9 @@ def grpo(
     """
     surrogate_BT, metrics = _clipped_surrogate("grpo", logprobs_BT, batch, clip_low, clip_high)
     if kl_coef:
-        delta_BT = batch.require("ref_logprobs", "grpo with kl_coef") - logprobs_BT
+        delta_BT = _log_ratio(
+            batch.require("ref_logprobs", "grpo with kl_coef"), logprobs_BT, batch
+        )
         k3_BT = torch.exp(delta_BT) - delta_BT - 1.0
         surrogate_BT = surrogate_BT - kl_coef * k3_BT
         metrics["loss/ref_kl"] = _token_mean(k3_BT, batch)
@@ -126,22 +131,38 @@ def _clipped_surrogate(
     name: str, logprobs_BT: Tensor, batch: TrainBatch, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Metric]]:
     advantages_BT = batch.require("advantages", name)
-    log_ratio_BT = logprobs_BT - batch.require("generator_logprobs", name)
-    # Outside the mask the log-ratio means nothing; at zero it cannot overflow in exp.
-    log_ratio_BT = torch.where(batch.loss_mask_BT, log_ratio_BT, torch.zeros_like(log_ratio_BT))
+    log_ratio_BT = _log_ratio(logprobs_BT, batch.require("generator_logprobs", name), batch)
     ratio_BT = torch.exp(log_ratio_BT)
     clipped_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
     surrogate_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     is_clipped_BT = clipped_BT * advantages_BT < ratio_BT * advantages_BT
-    with torch.no_grad():
-        gap_BT = log_ratio_BT.abs()
-        metrics: dict[str, Metric] = {
-            "loss/ratio": _token_mean(ratio_BT, batch),
-            "loss/clip_fraction": _token_mean(is_clipped_BT.float(), batch),
-            "rollout/logprob_gap": _token_mean(gap_BT, batch),
-            "rollout/logprob_gap_max": Max(gap_BT.max()),  # type: ignore[arg-type]
-        }
+    metrics: dict[str, Metric] = {
+        "loss/ratio": _token_mean(ratio_BT, batch),
+        "loss/clip_fraction": _token_mean(is_clipped_BT.float(), batch),
+    }
     return surrogate_BT, metrics
+
+
+@torch.no_grad()
+def logprob_gap(logprobs_BT: Float[Tensor, "B T"], batch: TrainBatch) -> dict[str, Metric]:
+    """|log p - log p_generator| over target tokens; nothing where the generator's are not given."""
+    if batch.generator_logprobs_BT is None:
+        return {}
+    gap_BT = _log_ratio(logprobs_BT, batch.generator_logprobs_BT, batch).abs()
+    return {
+        "rollout/logprob_gap": _token_mean(gap_BT, batch),
+        "rollout/logprob_gap_max": Max(gap_BT.max()),  # type: ignore[arg-type]
+    }
+
+
+def _log_ratio(of_BT: Tensor, to_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """log(p_of / p_to) at target tokens, within what exp and its gradient can take.
+
+    Outside the mask it means nothing and is zero: exp could overflow there, and zero times
+    infinity is a NaN gradient. A ratio beyond e^20 is as good as e^20, which no loss follows.
+    """
+    delta_BT = torch.where(batch.loss_mask_BT, of_BT - to_BT, torch.zeros_like(of_BT))
+    return delta_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _weighted_sum(per_token_BT: Tensor, batch: TrainBatch) -> Tensor:

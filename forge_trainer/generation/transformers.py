@@ -23,13 +23,8 @@ from forge_trainer.errors import DataError, WeightsError
 from forge_trainer.functional.manifests import check_fits, dtype_name
 from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device
 from forge_trainer.protocols import WeightStore
-from forge_trainer.types import (
-    Completion,
-    GeneratorStatus,
-    SamplingParams,
-    WeightsRef,
-    WeightsVersion,
-)
+from forge_trainer.status import GeneratorStatus
+from forge_trainer.types import Completion, SamplingParams, WeightsRef, WeightsVersion
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from forge_trainer.types import Episode, TrainerFacts
+from forge_trainer.status import TrainerFacts
+from forge_trainer.types import Episode
 
 
 def write_facts(facts: TrainerFacts, path: Path) -> None:

@@ -18,19 +18,19 @@ from monarch.actor import ActorError
 
 from forge_trainer.actors.generator import TransformersGeneratorActor
 from forge_trainer.actors.trainer import RANKS, TitanTrainer
-from forge_trainer.errors import CollectiveError, ForgeTrainerError, WorkerLostError
-from forge_trainer.types import (
-    CallTicket,
-    Completion,
-    GeneratorStatus,
-    SamplingParams,
-    WeightsRef,
-    WeightsVersion,
+from forge_trainer.errors import (
+    CollectiveError,
+    DataError,
+    EngineError,
+    ForgeTrainerError,
+    WorkerLostError,
 )
+from forge_trainer.status import GeneratorStatus
+from forge_trainer.types import CallTicket, Completion, SamplingParams, WeightsRef, WeightsVersion
 
-GRACE_S = 30.0
-"""Added to the collective timeout before a rank that does not answer is given up. Monarch needs
-about 9 s to notice a dead process."""
+GRACE_S = 15.0
+"""What a rank gets beyond a collective's timeout before it is given up. Monarch needs about 9 s to
+notice a dead process."""
 CLOSE_TIMEOUT_S = 20.0
 
 
@@ -43,7 +43,7 @@ class MeshRanks:
         self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(num_ranks)]
         self._handle_id = uuid.uuid4().hex[:8]
         self._number = 0
-        self._give_up_s = collective_timeout_s + GRACE_S
+        self._collective_timeout_s = collective_timeout_s
         self._lost: WorkerLostError | None = None
 
     @property
@@ -53,13 +53,7 @@ class MeshRanks:
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         if self._lost is not None:
             raise self._lost
-        ticket = CallTicket(self._handle_id, self._number)
-        self._number += 1
-        # All messages leave before anything is awaited, so that no rank waits for another's.
-        sent = [
-            getattr(rank, method).call_one(ticket, *args)
-            for rank, args in zip(self._ranks, args_by_rank, strict=True)
-        ]
+        sent = self._send(method, args_by_rank)
         tasks = [
             asyncio.create_task(_translated(future, rank, method), name=f"{method}[{rank}]")
             for rank, future in enumerate(sent)
@@ -73,21 +67,47 @@ class MeshRanks:
             for task in tasks:
                 task.cancel()
 
+    def _send(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Awaitable[Any]]:
+        """All messages leave before anything is awaited, so that no rank waits for another's.
+
+        Raises:
+            DataError: the arguments cannot be pickled. No rank has got them.
+        """
+        ticket = CallTicket(self._handle_id, self._number)
+        sent: list[Awaitable[Any]] = []
+        for rank, args in zip(self._ranks, args_by_rank, strict=True):
+            try:
+                sent.append(getattr(rank, method).call_one(ticket, *args))
+            except Exception as error:
+                if sent:
+                    self._lost = WorkerLostError(
+                        f"the mesh is lost: only some ranks got a call: {error}", phase=method
+                    )
+                    raise self._lost from error
+                raise DataError(
+                    f"{method}: an argument cannot be sent to another process: {error}; a loss "
+                    "must be a function that pickles, without locks, files or handles in it"
+                ) from error
+        self._number += 1
+        return sent
+
     async def _all_or_first_cause(self, tasks: list[asyncio.Task[Any]], method: str) -> list[Any]:
         """All results, or the error that explains the others.
 
         Waits without limit while all is well. After a first failure the other ranks get the
-        time that a broken collective takes to end.
+        time that a broken collective takes to end; if that is what has failed, it is over already.
         """
-        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
-            _, pending = await asyncio.wait(tasks, timeout=self._give_up_s)
+            broken = any(isinstance(task.exception(), CollectiveError) for task in done)
+            timeout_s = GRACE_S if broken else self._collective_timeout_s + GRACE_S
+            _, pending = await asyncio.wait(tasks, timeout=timeout_s)
         errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
         if pending:
             silent = next(rank for rank, task in enumerate(tasks) if task in pending)
             cause = f"; first error of the others: {errors[0]}" if errors else ""
             raise WorkerLostError(
-                f"a rank did not answer within {self._give_up_s:.0f} s after another failed{cause}",
+                f"a rank did not answer within {timeout_s:.0f} s after another failed{cause}",
                 rank=silent,
                 phase=method,
             )
@@ -168,9 +188,12 @@ async def _translated(
     try:
         return await future
     except ActorError as error:
-        if isinstance(error.exception, ForgeTrainerError):
-            raise error.exception from error
-        raise
+        cause = error.exception
+        if isinstance(cause, ForgeTrainerError):
+            raise cause from error
+        raise EngineError(
+            f"{mesh}: {type(cause).__name__}: {cause}", rank=rank, phase=phase
+        ) from error
     except MonarchSupervisionError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise WorkerLostError(

@@ -29,7 +29,7 @@ from .meshes import (
     start_store,
     stop_store,
 )
-from .tasks import first_error
+from .tasks import first_error, to_the_end
 from .trainer import TrainerHandle, TrainerSetup
 
 logger = logging.getLogger(__name__)
@@ -75,16 +75,21 @@ async def running_services(
         )
         setup = TrainerSetup(trainer, weights, model_dir, checkpoint_folder)
         async with first_error() as starting:
-            starting.create_task(start_store(store_mesh, STORE_NAME), name="store")
+            starting.create_task(to_the_end(_open_store(store_mesh, stack)), name="store")
             training = starting.create_task(_start_trainer(trainer_mesh, setup), name="trainer")
             generating = starting.create_task(
                 _start_generator(generator_mesh, generator, weights, model_dir, seed),
                 name="generator",
             )
-        stack.push_async_callback(_closing, "store", lambda: stop_store(STORE_NAME))
         stack.push_async_callback(_closing, "trainer", training.result().close)
         stack.push_async_callback(_closing, "generator", generating.result().close)
         yield Services(training.result(), generating.result())
+
+
+async def _open_store(mesh: ProcMesh, stack: contextlib.AsyncExitStack) -> None:
+    """Start the store, and see to its end from the moment it runs, whatever else fails."""
+    await start_store(mesh, STORE_NAME)
+    stack.push_async_callback(_closing, "store", lambda: stop_store(STORE_NAME))
 
 
 async def _start_trainer(mesh: ProcMesh, setup: TrainerSetup) -> TrainerHandle:

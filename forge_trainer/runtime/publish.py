@@ -24,6 +24,11 @@ class WeightsPublisher:
         self.published: WeightsVersion | None = None
         """The newest version that exists."""
 
+    async def start(self) -> None:
+        """Open an epoch after all that the store holds from earlier trainers."""
+        held: list[WeightsVersion] = await self._ranks.ask(0, "held_versions")
+        self._epoch = max((version.epoch + 1 for version in held), default=0)
+
     def open_epoch(self) -> None:
         """From now on versions are newer than all before, so a step may be published again."""
         self._epoch += 1

@@ -1,11 +1,16 @@
-"""Tasks with an owner: the first failure ends them all and is what the caller sees."""
+"""Tasks with an owner who sees how they end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
@@ -26,3 +31,21 @@ async def run_with_background(
         behind = group.create_task(background, name="background")
         await group.create_task(main, name="main")
         behind.cancel()
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is never cut short.
+
+    A caller that is cancelled sees its cancellation once the work has ended. Otherwise ranks
+    would finish what the controller believes was never done.
+    """
+    task = asyncio.create_task(work, name=getattr(work, "__name__", None))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a cancelled call failed: %s: %s", type(error).__name__, error)
+        raise

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from forge_trainer.config.schema import TrainerConfig, WeightsConfig
 from forge_trainer.engine.checkpoint import find_checkpoint, step_name
-from forge_trainer.errors import CheckpointError
+from forge_trainer.errors import CheckpointError, DataError, ForgeTrainerError, WorkerLostError
 from forge_trainer.functional.losses import make_loss, required_fields
-from forge_trainer.functional.packing import (
-    PackedCall,
-    PackingPlan,
-    pack_sequences,
-    unpack_values,
-    validate_sequences,
-)
-from forge_trainer.metrics import Sum, merge_metrics
+from forge_trainer.functional.packing import PackedCall
 from forge_trainer.protocols import EngineFacts, EngineForwardBackward
+from forge_trainer.status import TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointInfo,
     ForwardBackwardResult,
@@ -35,19 +29,20 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
-    TrainerFacts,
-    TrainerStatus,
     TrainSequence,
     TrainStepResult,
     WeightsRef,
 )
 
+from .batches import BatchDealer, merge_outputs, merge_shares
 from .publish import WeightsPublisher
 from .ranks import RankCalls, agreed
+from .tasks import to_the_end
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
-GPU_FLEX_BLOCK = 128
-"""Flex attention on a GPU wants row lengths in multiples of its block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +56,36 @@ class TrainerSetup:
 
 
 class TrainerHandle:
-    """Call `setup` first and `close` last. Calls of concurrent callers run one after the other."""
+    """Call `setup` first and `close` last. Calls of concurrent callers run one after the other.
+
+    A call that has begun is never cut short: cancelling it lets it finish, then raises.
+    """
 
     def __init__(self, setup: TrainerSetup, ranks: RankCalls) -> None:
         self._setup = setup
         self._ranks = ranks
         self._lock = asyncio.Lock()
         self._step = 0
+        self._is_closed = False
         self._publisher = WeightsPublisher(ranks, setup.weights)
 
     async def setup(self) -> None:
         """Build the engines of all ranks."""
-        async with self._lock:
-            facts: list[EngineFacts] = await self._call_all("setup")
+        await self._alone(self._set_up)
+
+    async def _set_up(self) -> None:
+        facts: list[EngineFacts] = await self._call_all("setup")
         self._facts = facts[0]
-        self._dp_ranks = [fact.dp_rank for fact in facts]
-        on_gpu = self._facts.device.startswith("cuda")
-        packing = self._setup.trainer.packing
-        self._plan = PackingPlan(
-            max_row_tokens=packing.max_row_tokens,
-            rows_per_microbatch=packing.rows_per_microbatch,
-            pack=packing.enabled,
-            pad_multiple=GPU_FLEX_BLOCK if on_gpu else 1,
-        )
+        self._batches = BatchDealer(self._ranks, facts, self._setup.trainer.packing)
+        await self._publisher.start()
 
     async def forward(
         self, sequences: Sequence[TrainSequence], *, with_entropy: bool = False
     ) -> ForwardResult:
         """Log-probs of every token under the current weights; no gradients."""
-        packed = self._pack(sequences, ())
-        async with self._lock:
-            outputs = await self._call_batches("forward", packed, with_entropy)
-        by_dp_rank = self._one_per_dp_rank(outputs)
-        logprobs = [[o.logprobs_BT for o in rank_outputs] for rank_outputs in by_dp_rank]
-        entropies = [[o.entropies_BT for o in rank_outputs] for rank_outputs in by_dp_rank]
-        return ForwardResult(
-            logprobs=unpack_values(packed.placements, logprobs),
-            entropies=unpack_values(packed.placements, entropies) if with_entropy else None,
-        )
+        packed = self._batches.pack(sequences)
+        outputs = await self._alone(self._batches.call, "forward", packed, with_entropy)
+        return merge_outputs(packed, outputs, with_entropy=with_entropy)
 
     async def forward_backward(
         self,
@@ -115,15 +102,14 @@ class TrainerHandle:
             EngineError: the loss failed on a rank; everything accumulated is dropped.
         """
         packed = self._pack_for_loss(sequences, loss, loss_config)
-        async with self._lock:
-            return await self._forward_backward(packed, loss, loss_config, return_logprobs)
+        return await self._alone(self._forward_backward, packed, loss, loss_config, return_logprobs)
 
     async def optim_step(
         self, *, normalize: Normalize = "tokens", params: OptimParams | None = None
     ) -> OptimStepResult:
         """One update from what is accumulated; see `Updater.optim_step` for errors."""
-        async with self._lock:
-            return await self._optim_step(normalize, params)
+        _require_normalize(normalize)
+        return await self._alone(self._optim_step, normalize, params)
 
     async def train_step(
         self,
@@ -135,16 +121,28 @@ class TrainerHandle:
         params: OptimParams | None = None,
         return_logprobs: bool = False,
     ) -> TrainStepResult:
-        """`forward_backward` followed by `optim_step`, with no other caller in between."""
+        """`forward_backward` followed by `optim_step`, with no other caller in between.
+
+        If the update is refused, the gradient goes with it.
+        """
+        _require_normalize(normalize)
         packed = self._pack_for_loss(sequences, loss, loss_config)
-        async with self._lock:
+
+        async def step() -> TrainStepResult:
             fb = await self._forward_backward(packed, loss, loss_config, return_logprobs)
-            return TrainStepResult(fb, await self._optim_step(normalize, params))
+            try:
+                return TrainStepResult(fb, await self._optim_step(normalize, params))
+            except WorkerLostError:
+                raise
+            except ForgeTrainerError:
+                await self._call_all("clear_gradients")
+                raise
+
+        return await self._alone(step)
 
     async def clear_gradients(self) -> None:
         """Drop accumulated gradients and counts."""
-        async with self._lock:
-            await self._call_all("clear_gradients")
+        await self._alone(self._call_all, "clear_gradients")
 
     async def save(self, name: str | None = None, *, path: str | None = None) -> CheckpointInfo:
         """Write the full training state to `path`, or as `name` into the checkpoint folder.
@@ -154,16 +152,20 @@ class TrainerHandle:
         Raises:
             CheckpointError: it exists already, cannot be written, or gradients are accumulated.
         """
-        async with self._lock:
-            target = Path(path or self._setup.checkpoint_folder / (name or step_name(self._step)))
-            status = await self._ranks.ask(0, "status")
-            if status.accumulated_tokens:
-                raise CheckpointError(
-                    "gradients are accumulated and would be lost; call optim_step or "
-                    "clear_gradients before save"
-                )
-            infos: list[CheckpointInfo] = await self._call_all("save", str(target))
-            return agreed("save", infos)
+        if name is not None and path is not None:
+            raise CheckpointError(f"give name or path, not both; got {name!r} and {path!r}")
+        return await self._alone(self._save, name, path)
+
+    async def _save(self, name: str | None, path: str | None) -> CheckpointInfo:
+        status = await self.get_status()
+        if status.accumulated_tokens:
+            raise CheckpointError(
+                "gradients are accumulated and would be lost; call optim_step or "
+                "clear_gradients before save"
+            )
+        target = path or self._setup.checkpoint_folder / (name or step_name(self._step))
+        infos: list[CheckpointInfo] = await self._call_all("save", str(target))
+        return agreed("save", infos)
 
     async def load(
         self,
@@ -178,16 +180,19 @@ class TrainerHandle:
         Opens a new weights epoch, so that a version may be published again.
 
         Raises:
-            CheckpointError: there is none, or it is incomplete or of another model.
+            CheckpointError: there is none, or it is damaged or of another model; the trainer is
+                as before.
         """
-        async with self._lock:
-            source = find_checkpoint(self._setup.checkpoint_folder, path=path, name=name, step=step)
-            infos: list[CheckpointInfo] = await self._call_all("load", str(source), weights_only)
-            info = agreed("load", infos)
-            if not weights_only:
-                self._step = info.step
-            self._publisher.open_epoch()
-            return info
+        source = find_checkpoint(self._setup.checkpoint_folder, path=path, name=name, step=step)
+        return await self._alone(self._load, str(source), weights_only)
+
+    async def _load(self, source: str, weights_only: bool) -> CheckpointInfo:
+        infos: list[CheckpointInfo] = await self._call_all("load", source, weights_only)
+        info = agreed("load", infos)
+        if not weights_only:
+            self._step = info.step
+        self._publisher.open_epoch()
+        return info
 
     async def push_weights(self, *, policy_version: int | None = None) -> WeightsRef:
         """Publish the current weights: every rank writes its pieces, then the manifest is written.
@@ -198,8 +203,10 @@ class TrainerHandle:
             WeightsError: `policy_version` is not the current step, the version is published
                 already, or the weights are not finite. The last version stays as it was.
         """
-        async with self._lock:
-            return await self._publisher.publish(self._step, policy_version)
+        return await self._alone(self._push_weights, policy_version)
+
+    async def _push_weights(self, policy_version: int | None) -> WeightsRef:
+        return await self._publisher.publish(self._step, policy_version)
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
@@ -220,7 +227,7 @@ class TrainerHandle:
         """A snapshot that answers at once, also while a step runs."""
         asked = [self._ranks.ask(rank, "status") for rank in range(self._ranks.size)]
         by_rank = await asyncio.gather(*asked)
-        per_dp_rank = self._one_per_dp_rank(by_rank)
+        per_dp_rank = self._batches.one_per_dp_rank(by_rank)
         errors = [status.last_error for status in by_rank if status.last_error]
         return TrainerStatus(
             step=by_rank[0].step,
@@ -233,9 +240,17 @@ class TrainerHandle:
         )
 
     async def close(self) -> None:
-        """Wait for the call that runs, then free the ranks."""
+        """Wait for the call that runs, then free the ranks. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._alone(self._ranks.close)
+
+    async def _alone(
+        self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The result of `work`, with no other call to the ranks in between."""
         async with self._lock:
-            await self._ranks.close()
+            return await to_the_end(work(*args, **kwargs))
 
     def _pack_for_loss(
         self,
@@ -244,16 +259,7 @@ class TrainerHandle:
         config: Mapping[str, Any] | None,
     ) -> PackedCall:
         make_loss(loss, config)
-        return self._pack(sequences, required_fields(loss, config))
-
-    def _pack(self, sequences: Sequence[TrainSequence], required: Sequence[str]) -> PackedCall:
-        validate_sequences(
-            sequences,
-            vocab_size=self._facts.vocab_size,
-            max_sequence_tokens=self._facts.max_sequence_tokens,
-            required_fields=required,
-        )
-        return pack_sequences(sequences, dp_size=self._facts.dp_size, plan=self._plan)
+        return self._batches.pack(sequences, required_fields(loss, config))
 
     async def _forward_backward(
         self,
@@ -262,21 +268,10 @@ class TrainerHandle:
         loss_config: Mapping[str, Any] | None,
         return_logprobs: bool,
     ) -> ForwardBackwardResult:
-        by_rank = await self._call_batches(
+        shares: list[EngineForwardBackward] = await self._batches.call(
             "forward_backward", packed, loss, loss_config, return_logprobs
         )
-        shares: list[EngineForwardBackward] = self._one_per_dp_rank(by_rank)
-        metrics = merge_metrics(share.metrics for share in shares)
-        metrics["loss/sum"] = Sum(sum(share.loss_sum for share in shares))
-        logprobs = None
-        if return_logprobs:
-            logprobs = unpack_values(packed.placements, [s.logprobs_BT for s in shares])
-        return ForwardBackwardResult(
-            metrics=metrics,
-            num_target_tokens=sum(share.num_target_tokens for share in shares),
-            num_sequences=sum(share.num_sequences for share in shares),
-            logprobs=logprobs,
-        )
+        return merge_shares(packed, shares, return_logprobs=return_logprobs)
 
     async def _optim_step(
         self, normalize: Normalize, params: OptimParams | None
@@ -289,12 +284,7 @@ class TrainerHandle:
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         return await self._ranks.call(method, [args] * self._ranks.size)
 
-    async def _call_batches(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
-        """Every rank gets the microbatches of its data-parallel rank and nothing else."""
-        own = [(packed.batches[dp_rank], *args) for dp_rank in self._dp_ranks]
-        return await self._ranks.call(method, own)
 
-    def _one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
-        """Ranks that differ only in other axes saw the same tokens; the first of each counts."""
-        first = {dp_rank: i for i, dp_rank in reversed(list(enumerate(self._dp_ranks)))}
-        return [by_rank[first[dp_rank]] for dp_rank in range(self._facts.dp_size)]
+def _require_normalize(normalize: str) -> None:
+    if normalize not in get_args(Normalize):
+        raise DataError(f"normalize is {normalize!r}; use one of {get_args(Normalize)}")

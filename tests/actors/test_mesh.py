@@ -52,9 +52,9 @@ def _reference_steps(model_dir: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_two_fsdp_ranks_equal_the_slow_obvious_engine(cluster: Cluster, pack: bool) -> None:
-    trainer = cluster.trainer
-    plan = trainer._plan
-    trainer._plan = dataclasses.replace(plan, pack=pack)
+    trainer, dealer = cluster.trainer, cluster.trainer._batches
+    plan = dealer._plan
+    dealer._plan = dataclasses.replace(plan, pack=pack)
     try:
         for step, (loss_sum, norm) in enumerate(_reference_steps(cluster.model_dir)):
             result = cluster.run(trainer.train_step(random_sequences(seed=step), loss="grpo"))
@@ -62,7 +62,7 @@ def test_two_fsdp_ranks_equal_the_slow_obvious_engine(cluster: Cluster, pack: bo
             assert metrics["loss/sum"].value == pytest.approx(loss_sum, rel=1e-5)
             assert result.optim.grad_norm == pytest.approx(norm, rel=1e-5)
     finally:
-        trainer._plan = plan
+        dealer._plan = plan
 
 
 def test_a_rank_with_nothing_but_padding_takes_part(cluster: Cluster) -> None:
@@ -217,20 +217,19 @@ def test_bad_data_is_refused_and_the_trainer_goes_on(cluster: Cluster) -> None:
 
 
 def test_concurrent_callers_give_the_result_of_one_after_the_other(cluster: Cluster) -> None:
+    """Without the handle's lock, both forward_backwards come before the first optim_step."""
     trainer, still = cluster.trainer, OptimParams(lr=0.0, weight_decay=0.0)
-    parts = [GOOD[:1], GOOD[1:3], GOOD[3:]]
+    parts = [GOOD[:2], GOOD[2:]]
 
-    async def one_after_the_other() -> float:
-        for part in parts:
-            await trainer.forward_backward(part, loss="reinforce")
-        return (await trainer.optim_step(params=still)).grad_norm
+    async def step(part: list[TrainSequence]) -> float:
+        result = await trainer.train_step(part, loss="reinforce", params=still)
+        return result.optim.grad_norm
 
-    async def at_once() -> float:
-        calls = [trainer.forward_backward(part, loss="reinforce") for part in parts]
-        await asyncio.gather(*calls)
-        return (await trainer.optim_step(params=still)).grad_norm
+    async def at_once() -> list[float]:
+        return await asyncio.gather(*(step(part) for part in parts))
 
-    assert cluster.run(at_once()) == pytest.approx(cluster.run(one_after_the_other()), rel=1e-6)
+    one_after_the_other = [cluster.run(step(part)) for part in parts]
+    assert cluster.run(at_once()) == one_after_the_other
 
 
 def test_a_second_handle_is_refused_on_every_rank(cluster: Cluster) -> None:

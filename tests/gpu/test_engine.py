@@ -14,7 +14,7 @@ from forge_trainer.engine.local import LocalEngine
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.functional.losses import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
-from forge_trainer.runtime.trainer import GPU_FLEX_BLOCK
+from forge_trainer.runtime.batches import GPU_FLEX_BLOCK
 from tests.data import random_sequences
 
 pytestmark = [

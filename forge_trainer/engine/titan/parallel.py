@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,8 +26,16 @@ from forge_trainer.hf import load_weights
 
 
 def build_parallel_dims(config: TrainerConfig) -> ParallelDims:
-    """TorchTitan's meshes for the configured layout."""
-    return ParallelDims.from_config(_parallelism(config), config.num_ranks)
+    """TorchTitan's meshes for the configured layout; every group has the configured timeout."""
+    dims = ParallelDims.from_config(_parallelism(config), config.num_ranks)
+    dims.build_mesh()
+    # New groups start with torch's 30 minutes. No rank may still be making one.
+    dist.barrier()
+    for mesh in dims.get_all_one_dimensional_meshes().values():
+        dist.distributed_c10d._set_pg_timeout(
+            timedelta(seconds=config.collective_timeout_s), mesh.get_group()
+        )
+    return dims
 
 
 def build_model(

@@ -1,0 +1,94 @@
+"""Dealing sequences to ranks: validated and packed on the way in, one answer per rank row out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from forge_trainer.config.schema import PackingConfig
+from forge_trainer.functional.packing import (
+    PackedCall,
+    PackingPlan,
+    pack_sequences,
+    unpack_values,
+    validate_sequences,
+)
+from forge_trainer.metrics import Sum, merge_metrics
+from forge_trainer.protocols import EngineFacts, EngineForwardBackward, MicrobatchOutput
+from forge_trainer.types import ForwardBackwardResult, ForwardResult, TrainSequence
+
+from .ranks import RankCalls
+
+GPU_FLEX_BLOCK = 128
+"""Flex attention on a GPU wants row lengths in multiples of its block."""
+
+
+class BatchDealer:
+    """Knows which rank gets which microbatches, and whose answers count."""
+
+    def __init__(
+        self, ranks: RankCalls, facts: Sequence[EngineFacts], packing: PackingConfig
+    ) -> None:
+        self._ranks = ranks
+        self._facts = facts
+        on_gpu = facts[0].device.startswith("cuda")
+        self._plan = PackingPlan(
+            max_row_tokens=packing.max_row_tokens,
+            rows_per_microbatch=packing.rows_per_microbatch,
+            pack=packing.enabled,
+            pad_multiple=GPU_FLEX_BLOCK if on_gpu else 1,
+        )
+
+    def pack(self, sequences: Sequence[TrainSequence], required: Sequence[str] = ()) -> PackedCall:
+        """Microbatches for every data-parallel rank.
+
+        Raises:
+            DataError: see `validate_sequences`.
+        """
+        facts = self._facts[0]
+        validate_sequences(
+            sequences,
+            vocab_size=facts.vocab_size,
+            max_sequence_tokens=facts.max_sequence_tokens,
+            required_fields=required,
+        )
+        return pack_sequences(sequences, dp_size=facts.dp_size, plan=self._plan)
+
+    async def call(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
+        """Give every rank the microbatches of its data-parallel rank; see `one_per_dp_rank`."""
+        own = [(packed.batches[fact.dp_rank], *args) for fact in self._facts]
+        return self.one_per_dp_rank(await self._ranks.call(method, own))
+
+    def one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
+        """Ranks that differ only in other axes saw the same tokens; the first of each counts."""
+        first = {fact.dp_rank: i for i, fact in reversed(list(enumerate(self._facts)))}
+        return [by_rank[first[dp_rank]] for dp_rank in range(self._facts[0].dp_size)]
+
+
+def merge_outputs(
+    packed: PackedCall, outputs: Sequence[Sequence[MicrobatchOutput]], *, with_entropy: bool
+) -> ForwardResult:
+    """One list of values per sequence, in the order in which the sequences were given."""
+    logprobs = [[o.logprobs_BT for o in own] for own in outputs]
+    entropies = [[o.entropies_BT for o in own if o.entropies_BT is not None] for own in outputs]
+    return ForwardResult(
+        logprobs=unpack_values(packed.placements, logprobs),
+        entropies=unpack_values(packed.placements, entropies) if with_entropy else None,
+    )
+
+
+def merge_shares(
+    packed: PackedCall, shares: Sequence[EngineForwardBackward], *, return_logprobs: bool
+) -> ForwardBackwardResult:
+    """What all data-parallel ranks together have done."""
+    metrics = merge_metrics(share.metrics for share in shares)
+    metrics["loss/sum"] = Sum(sum(share.loss_sum for share in shares))
+    logprobs = None
+    if return_logprobs:
+        logprobs = unpack_values(packed.placements, [share.logprobs_BT for share in shares])
+    return ForwardBackwardResult(
+        metrics=metrics,
+        num_target_tokens=sum(share.num_target_tokens for share in shares),
+        num_sequences=sum(share.num_sequences for share in shares),
+        logprobs=logprobs,
+    )

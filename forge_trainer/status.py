@@ -1,0 +1,71 @@
+"""What trainers and generators say of themselves: facts that stay, and snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_trainer.types import WeightsVersion
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """Static facts of one rank."""
+
+    rank: int
+    coordinates: dict[str, int]
+    """Index on every mesh axis, e.g. {"dp": 1, "tp": 0, "pp": 0}."""
+    device: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFacts:
+    """What `get_config` returns: facts that do not change while the trainer lives."""
+
+    model_path: str
+    model_type: str
+    vocab_size: int
+    max_sequence_tokens: int
+    num_parameters: int
+    dp_size: int
+    ranks: list[RankFacts]
+    library_versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """A snapshot of one rank that never waits for the step it describes."""
+
+    step: int
+    phase: str
+    """`idle`, or the name of the call that is running."""
+    seconds_in_phase: float
+    accumulated_sequences: int
+    accumulated_tokens: int
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """What `get_status` returns: a snapshot that never waits for the step it describes."""
+
+    step: int
+    phase: str
+    """Of the first rank: `idle`, or the name of the call that is running."""
+    seconds_in_phase: float
+    accumulated_sequences: int
+    """Over all data-parallel ranks, like the tokens."""
+    accumulated_tokens: int
+    published: WeightsVersion | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStatus:
+    version: WeightsVersion
+    """The weights in use; e0v0 are those of the model directory until a pull."""
+    phase: str
+    num_completions: int
+    host: str
+    pid: int
