@@ -51,8 +51,14 @@ class Replay:
         return drawn[:num_groups]
 
     def is_stale(self, group: Group, policy_version: int) -> bool:
-        """True if any episode's weights are more than max_policy_age updates behind."""
-        return policy_version - _oldest_version(group) > self._max_policy_age
+        """True if any episode's weights are more than max_policy_age updates behind, or ahead.
+
+        Ahead means that training has gone back to a checkpoint since.
+        """
+        versions = [episode.completion.policy_version for episode in group]
+        return (
+            policy_version - min(versions) > self._max_policy_age or max(versions) > policy_version
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {

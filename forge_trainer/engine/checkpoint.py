@@ -8,62 +8,85 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointInfo
 
+logger = logging.getLogger(__name__)
+
+HASH_BLOCK_BYTES = 1 << 22
 MARKER = "forge_trainer.json"
-"""Holds the step. Present exactly in complete checkpoints."""
+"""Holds the step and a hash of every file. Present exactly in complete checkpoints."""
+
+T = TypeVar("T")
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, step: int) -> CheckpointInfo:
     """Write `state` to the folder `path`; called by every rank.
 
     Raises:
-        CheckpointError: the folder exists already, or cannot be written.
+        CheckpointError: the folder exists already, or cannot be written. On all ranks alike.
     """
-    if path.exists():
-        raise CheckpointError(f"{path} exists already; a checkpoint is never overwritten")
     partial = path.with_name(path.name + ".partial")
-    try:
-        if _is_first_rank():
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.parent.mkdir(parents=True, exist_ok=True)
-        _barrier()
-        with _no_warning_about_a_single_process():
-            dcp.save(state, checkpoint_id=partial)
-        _barrier()
-        if _is_first_rank():
-            (partial / MARKER).write_text(json.dumps({"step": step}))
-            os.replace(partial, path)
-        _barrier()
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    def prepare() -> None:
+        if path.exists():
+            raise CheckpointError(f"{path} exists already; a checkpoint is never overwritten")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def commit() -> None:
+        files = {file.name: _hash(file) for file in sorted(partial.iterdir())}
+        (partial / MARKER).write_text(json.dumps({"step": step, "xxh3_128": files}, indent=1))
+        os.replace(partial, path)
+
+    with _as_checkpoint_error(f"cannot write {path}"):
+        _on_first_rank(prepare)
+        dcp.save(state, checkpoint_id=partial)
+        _on_first_rank(commit)
     return CheckpointInfo(path=str(path), step=step, format="dcp", complete=True)
 
 
 def load_checkpoint(state: dict[str, Any], path: Path) -> CheckpointInfo:
     """Fill the tensors of `state` from the folder `path`; called by every rank.
 
+    Every file is compared with its hash before a tensor is touched.
+
     Raises:
-        CheckpointError: missing, incomplete, or made by another model.
+        CheckpointError: missing, incomplete, damaged, or made by another model. On all ranks alike.
     """
-    step = read_step(path)
-    try:
-        with _no_warning_about_a_single_process():
-            dcp.load(state, checkpoint_id=path)
-    except Exception as error:
-        raise CheckpointError(f"cannot load {path}: {type(error).__name__}: {error}") from error
+    with _as_checkpoint_error(f"cannot load {path}"):
+        step = _on_first_rank(lambda: verify_checkpoint(path))
+        dcp.load(state, checkpoint_id=path)
     return CheckpointInfo(path=str(path), step=step, format="dcp", complete=True)
+
+
+def verify_checkpoint(path: Path) -> int:
+    """The step of the checkpoint at `path`, all of whose files are as they were written.
+
+    Raises:
+        CheckpointError: names the file that is missing or has changed.
+    """
+    marker = _read_marker(path)
+    for name, wanted in marker["xxh3_128"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path}: {name} is missing")
+        if _hash(file) != wanted:
+            raise CheckpointError(f"checkpoint {path}: {name} is damaged, its hash differs")
+    return int(marker["step"])
 
 
 def read_step(path: Path) -> int:
@@ -72,11 +95,19 @@ def read_step(path: Path) -> int:
     Raises:
         CheckpointError: there is none at `path`.
     """
+    return int(_read_marker(path)["step"])
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
     marker = path / MARKER
     if not marker.is_file():
         why = f"lacks {MARKER}, so it is incomplete" if path.is_dir() else "does not exist"
         raise CheckpointError(f"checkpoint {path} {why}")
-    return int(json.loads(marker.read_text())["step"])
+    try:
+        values: dict[str, Any] = json.loads(marker.read_text())
+        return {"step": int(values["step"]), "xxh3_128": dict(values["xxh3_128"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path}: {MARKER} is damaged: {error!r}") from error
 
 
 def step_name(step: int) -> str:
@@ -108,23 +139,55 @@ def find_checkpoint(
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint in `folder` with the highest step; None if there is none."""
-    complete = [path for path in folder.glob("*") if (path / MARKER).is_file()]
-    return max(complete, key=read_step, default=None)
+    """The complete checkpoint in `folder` with the highest step; None if there is none.
+
+    Folders that are not complete are skipped with a warning that names them.
+    """
+    complete: dict[Path, int] = {}
+    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
+        try:
+            complete[path] = read_step(path)
+        except CheckpointError as error:
+            logger.warning("skipped: %s", error)
+    return max(complete, key=lambda path: complete[path], default=None)
+
+
+def _hash(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def _no_warning_about_a_single_process() -> Iterator[None]:
-    """DCP warns where there is no process group; LocalEngine has none on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _as_checkpoint_error(what: str) -> Iterator[None]:
+    """DCP's own error is a BaseException; it warns where there is no process group at all."""
+    try:
+        with warnings.catch_warnings():
+            # LocalEngine has no process group on purpose.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _on_first_rank(work: Callable[[], T]) -> T:
+    """What `work` returns or raises on rank 0, on every rank; the others wait for it."""
+    if not dist.is_initialized():
+        return work()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except CheckpointError as error:
+            outcome[1] = str(error)
+        except OSError as error:
+            outcome[1] = f"{error.strerror}: {error.filename}"
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
+    result: T = outcome[0]
+    return result

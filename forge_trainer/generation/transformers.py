@@ -76,11 +76,16 @@ class TransformersGenerator:
     async def generate(
         self, prompts: Sequence[str], sampling: SamplingParams
     ) -> list[list[Completion]]:
+        """`sampling.num_completions` completions for every prompt.
+
+        Raises:
+            DataError: a prompt is empty or too long, or its completion would not fit.
+        """
         async with self._turn:
             return await self._run("generate", lambda: self._generate(prompts, sampling))
 
     def _generate(self, prompts: Sequence[str], sampling: SamplingParams) -> list[list[Completion]]:
-        prompt_ids = [self._encode(prompt) for prompt in prompts]
+        prompt_ids = [self._encode(prompt, sampling) for prompt in prompts]
         G = sampling.num_completions
         rows = [ids for ids in prompt_ids for _ in range(G)]
         size = self._config.batch_size
@@ -93,7 +98,7 @@ class TransformersGenerator:
         self._num_completions += len(completions)
         return [completions[i * G : (i + 1) * G] for i in range(len(prompts))]
 
-    def _encode(self, prompt: str) -> list[int]:
+    def _encode(self, prompt: str, sampling: SamplingParams) -> list[int]:
         ids: list[int] = self._tokenizer.encode(prompt)
         if not ids:
             raise DataError("a prompt has no tokens; give at least one character")
@@ -101,6 +106,13 @@ class TransformersGenerator:
             raise DataError(
                 f"a prompt has {len(ids)} tokens, generator.max_prompt_tokens is "
                 f"{self._config.max_prompt_tokens}: {prompt[:80]!r}"
+            )
+        limit = self._model.config.max_position_embeddings
+        if len(ids) + sampling.max_completion_tokens > limit:
+            raise DataError(
+                f"a prompt of {len(ids)} tokens and max_completion_tokens="
+                f"{sampling.max_completion_tokens} exceed the model's "
+                f"max_position_embeddings={limit}"
             )
         return ids
 
@@ -165,9 +177,16 @@ class TransformersGenerator:
                 name: await self._store.read_tensor(version, entry)
                 for name, entry in manifest.tensors.items()
             }
-            await self._run("pull_weights", lambda: _copy_in_place(parameters, tensors))
-            self._version = version
+            await self._run("pull_weights", lambda: self._load_in_place(tensors, version))
             return version
+
+    @torch.no_grad()
+    def _load_in_place(self, tensors: dict[str, Tensor], version: WeightsVersion) -> None:
+        # On the work thread to the end, so that weights and version cannot part.
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+        self._version = version
 
     async def get_status(self) -> GeneratorStatus:
         return GeneratorStatus(
@@ -187,12 +206,6 @@ class TransformersGenerator:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         finally:
             self._phase = "idle"
-
-
-@torch.no_grad()
-def _copy_in_place(parameters: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
 
 
 def _stop_token_ids(generation: GenerationConfig, tokenizer: Any) -> list[int]:

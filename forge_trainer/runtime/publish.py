@@ -41,7 +41,7 @@ class WeightsPublisher:
             records = await self._ranks.call("write_weights", [(version,)] * self._ranks.size)
             manifest = build_manifest(version, [r for own in records for r in own])
             await self._ranks.ask(0, "commit_weights", manifest)
-        except Exception:
+        except BaseException:
             await self._drop_quietly(version)
             raise
         self.published = version

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.losses import LOSSES, make_loss, required_fields
+from forge_trainer.functional.losses import LOSSES, logprob_gap, make_loss, required_fields
 from forge_trainer.types import LossOutput, TrainBatch
 
 
@@ -72,7 +72,7 @@ def test_grpo_clips_the_ratio_from_the_side_that_would_gain() -> None:
     assert output.metrics["loss/clip_fraction"].value == pytest.approx(2 / 3)
     assert output.metrics["loss/ratio"].value == pytest.approx((1.5 + 1.5 + 0.5) / 3)
     gap = (2 * math.log(1.5) + math.log(2)) / 3
-    assert output.metrics["rollout/logprob_gap"].value == pytest.approx(gap)
+    assert logprob_gap(logprobs, batch)["rollout/logprob_gap"].value == pytest.approx(gap)
 
 
 def test_grpo_adds_k3_to_a_reference() -> None:
