@@ -1,7 +1,4 @@
-"""Hugging Face directories: what a model is, its tokenizer, its weights, and tiny ones on the fly.
-
-Reading facts needs no torch, so a config is checked against its model before any process starts.
-"""
+"""Hugging Face directories: a model's facts, tokenizer and weights, and tiny ones on the fly."""
 
 from __future__ import annotations
 
@@ -10,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_trainer.config.schema import GeneratorConfig, TinyModelConfig, TrainerConfig
+from forge_trainer.config.schema import TinyModelConfig
 from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-TITAN_MODEL_TYPES = ("llama", "qwen3")
-"""`model_type`s of config.json that the titan engine can build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +24,7 @@ class ModelFacts:
     vocab_size: int
     num_heads: int
     num_kv_heads: int
+    num_layers: int
     max_sequence_tokens: int
     tie_embeddings: bool
 
@@ -56,19 +51,6 @@ def find_model_dir(path: str) -> Path:
         ) from error
 
 
-def check_model(path: Path, trainer: TrainerConfig, generator: GeneratorConfig) -> ModelFacts:
-    """The model's facts, once trainer, generator and tokenizer are known to fit it.
-
-    Raises:
-        ConfigError: with the key, what was given and what is allowed.
-    """
-    facts = read_model_facts(path)
-    check_trainer_fits_model(trainer, facts)
-    check_generator_fits_model(generator, facts)
-    check_tokenizer_fits_model(path, facts)
-    return facts
-
-
 def read_model_facts(path: Path) -> ModelFacts:
     """The facts in `path/config.json`.
 
@@ -76,6 +58,8 @@ def read_model_facts(path: Path) -> ModelFacts:
         ConfigError: the file is missing, unreadable or lacks a key.
     """
     config = read_hf_config(path)
+    if "num_attention_heads" not in config or "max_position_embeddings" not in config:
+        config = _with_common_names(path, config)
     try:
         return ModelFacts(
             path=str(path),
@@ -83,11 +67,24 @@ def read_model_facts(path: Path) -> ModelFacts:
             vocab_size=config["vocab_size"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            num_layers=config["num_hidden_layers"],
             max_sequence_tokens=config["max_position_embeddings"],
             tie_embeddings=config.get("tie_word_embeddings", False),
         )
     except KeyError as error:
         raise ConfigError(f"{path / 'config.json'} lacks the key {error}") from error
+
+
+def _with_common_names(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Some families call things otherwise (GPT-2: n_head); transformers knows their names."""
+    from transformers import AutoConfig
+
+    try:
+        known = AutoConfig.from_pretrained(str(path))
+    except Exception as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from error
+    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings", "vocab_size")
+    return {**config, **{name: getattr(known, name) for name in names if hasattr(known, name)}}
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
@@ -99,81 +96,42 @@ def read_hf_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} must hold an object, got {type(config).__name__}")
     return config
 
 
-def check_trainer_fits_model(trainer: TrainerConfig, facts: ModelFacts) -> None:
-    """Relations between the trainer's config and the model's.
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one.
 
     Raises:
-        ConfigError: with the key, what was given and what is allowed.
+        ConfigError: a GPU is asked for and there is none.
     """
-    if trainer.engine == "titan" and facts.model_type not in TITAN_MODEL_TYPES:
-        raise ConfigError(
-            f"model.path: {facts.path} is a {facts.model_type!r} model; trainer.engine 'titan' "
-            f"supports {', '.join(TITAN_MODEL_TYPES)} (dense)"
-        )
-    tensor = trainer.parallel.tensor
-    for name, heads in (("attention", facts.num_heads), ("key-value", facts.num_kv_heads)):
-        if heads % tensor:
-            raise ConfigError(
-                f"trainer.parallel.tensor: {tensor} does not divide the model's {heads} "
-                f"{name} heads"
-            )
-    for axis in ("tensor", "pipeline"):
-        if getattr(trainer.parallel, axis) > 1:
-            raise ConfigError(
-                f"trainer.parallel.{axis}: only 1 is supported so far, got "
-                f"{getattr(trainer.parallel, axis)}"
-            )
-    longest = trainer.max_sequence_tokens
-    if longest is not None and longest > facts.max_sequence_tokens:
-        raise ConfigError(
-            f"trainer.max_sequence_tokens: {longest} exceeds the model's "
-            f"max_position_embeddings={facts.max_sequence_tokens}"
-        )
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: 'cuda' is asked for, but torch finds no GPU here")
+    return torch.device(name)
 
 
-def check_generator_fits_model(generator: GeneratorConfig, facts: ModelFacts) -> None:
-    """A prompt and its completion must fit into the model.
+def largest_token_id(path: Path) -> int:
+    """The largest id in the directory's tokenizer.json; -1 if it has no token.
 
     Raises:
-        ConfigError: with the keys, what was given and what is allowed.
-    """
-    wanted = generator.max_prompt_tokens + generator.max_completion_tokens
-    if wanted > facts.max_sequence_tokens:
-        raise ConfigError(
-            f"generator.max_prompt_tokens + generator.max_completion_tokens: {wanted} exceed the "
-            f"model's max_position_embeddings={facts.max_sequence_tokens}"
-        )
-
-
-def check_tokenizer_fits_model(path: Path, facts: ModelFacts) -> None:
-    """Every token of the tokenizer must have an embedding.
-
-    Raises:
-        ConfigError: the tokenizer is missing or has more tokens than the model.
+        ConfigError: the file is missing or no tokenizer.
     """
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"{path} has no tokenizer.json; a model directory needs its tokenizer")
-    size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
-    if size > facts.vocab_size:
-        raise ConfigError(
-            f"model.path: the tokenizer of {path} has {size} tokens, the model has embeddings for "
-            f"vocab_size={facts.vocab_size}; they do not belong together"
-        )
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
+    except Exception as error:
+        raise ConfigError(f"{file} is no tokenizer: {error}") from error
+    return max(ids, default=-1)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

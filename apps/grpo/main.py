@@ -33,21 +33,35 @@ def start(config: GrpoConfig) -> None:
     Raises:
         ConfigError: before anything was started.
     """
-    from forge_trainer import hf
+    import shutil
+    import tempfile
+
     from forge_trainer.config.load import dump_config
     from forge_trainer.data.prompts import make_task
+    from forge_trainer.hf import create_tiny_model, find_model_dir
+    from forge_trainer.runtime.checks import (
+        check_algorithm,
+        check_checkpoint_folder,
+        check_generator,
+        check_trainer,
+    )
     from forge_trainer.runtime.run_folder import CONFIG_FILE, MODEL_FOLDER, prepare_run_folder
 
+    check_algorithm(config.algorithm)
+    check_checkpoint_folder(config.trainer)
     task = make_task(config.task, seed=config.run.seed)
-    if config.model.path is not None:
-        model_dir = hf.find_model_dir(config.model.path)
-        hf.check_model(model_dir, config.trainer, config.generator)
-    folder = prepare_run_folder(config.run)
-    dump_config(config, folder / CONFIG_FILE)
-    if config.model.tiny is not None:
-        model_dir = folder / MODEL_FOLDER
-        hf.create_tiny_model(model_dir, config.model.tiny, seed=config.run.seed)
-        hf.check_model(model_dir, config.trainer, config.generator)
+    with tempfile.TemporaryDirectory() as scratch:
+        if config.model.tiny is not None:
+            # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
+            model_dir = create_tiny_model(Path(scratch), config.model.tiny, seed=config.run.seed)
+        else:
+            model_dir = find_model_dir(str(config.model.path))
+        check_trainer(model_dir, config.trainer)
+        check_generator(model_dir, config.generator)
+        folder = prepare_run_folder(config.run, keep=model_dir)
+        dump_config(config, folder / CONFIG_FILE)
+        if config.model.tiny is not None:
+            model_dir = Path(shutil.copytree(scratch, folder / MODEL_FOLDER))
     asyncio.run(train(config, model_dir, folder, task))
 
 

@@ -15,7 +15,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """A part of the config: frozen, and strict about keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -37,7 +39,7 @@ class TinyModelConfig(Section):
     num_layers: PositiveInt = 4
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 32
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)] = 32
     max_sequence_tokens: PositiveInt = 256
     tie_embeddings: bool = True
 
@@ -170,9 +172,11 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def engine_supports_the_layout(self) -> Self:
+    def engine_can_do_it(self) -> Self:
         if self.engine == "local" and self.num_ranks != 1:
             raise ValueError(f"engine 'local' runs on one rank, got num_ranks={self.num_ranks}")
+        if self.engine == "local" and self.compute_dtype != "float32":
+            raise ValueError(f"engine 'local' computes in float32, got {self.compute_dtype}")
         return self
 
     @model_validator(mode="after")
@@ -187,7 +191,6 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    transport: Literal["auto", "torchstore"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters are published in; the generator runs in the same."""
     keep_versions: PositiveInt = 2

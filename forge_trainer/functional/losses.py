@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,10 +114,18 @@ def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> Lo
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ConfigError(f"loss {loss!r} has no option {unknown}; it takes {known}")
+        for name, value in options.items():
+            _require_number(loss, name, value)
         loss_fn: Callable[..., LossOutput] = LOSSES[loss].fn
     else:
         loss_fn = loss
     return functools.partial(loss_fn, **options) if options else loss_fn
+
+
+def _require_number(loss: str, name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
+        raise ConfigError(f"loss {loss!r}: {name} is {value!r}; it must be a number of at least 0")
 
 
 def required_fields(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> tuple[str, ...]:

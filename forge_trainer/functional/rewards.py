@@ -44,4 +44,6 @@ def resolve_reward(name: str) -> RewardFn:
         reward: RewardFn = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"reward {name!r} cannot be imported: {error}") from error
+    if not callable(reward):
+        raise ConfigError(f"reward {name!r} is a {type(reward).__name__}, not a function")
     return reward

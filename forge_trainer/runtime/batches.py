@@ -11,8 +11,8 @@ from forge_trainer.functional.packing import (
     PackingPlan,
     pack_sequences,
     unpack_values,
-    validate_sequences,
 )
+from forge_trainer.functional.validation import validate_sequences
 from forge_trainer.metrics import Sum, merge_metrics
 from forge_trainer.protocols import EngineFacts, EngineForwardBackward, MicrobatchOutput
 from forge_trainer.types import ForwardBackwardResult, ForwardResult, TrainSequence

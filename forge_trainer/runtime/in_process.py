@@ -15,6 +15,7 @@ from forge_trainer.types import World
 from forge_trainer.weights.memory import MemoryWeightStore
 from forge_trainer.worker import Worker
 
+from .checks import check_trainer
 from .trainer import TrainerHandle, TrainerSetup
 
 
@@ -49,9 +50,11 @@ async def start_in_process_trainer(
 
     Raises:
         ValueError: the config asks for more than one rank.
+        ConfigError: the config does not fit the model.
     """
     if config.num_ranks != 1:
         raise ValueError(f"in-process trainers have one rank, got num_ranks={config.num_ranks}")
+    check_trainer(model_dir, config)
     weights = weights or WeightsConfig()
     worker = Worker(
         config,

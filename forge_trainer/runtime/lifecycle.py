@@ -20,6 +20,7 @@ from forge_trainer.actors.generator import TransformersGeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config.schema import GeneratorConfig, TrainerConfig, WeightsConfig
 
+from .checks import check_generator, check_trainer
 from .handles import GeneratorHandle, MeshRanks
 from .meshes import (
     join_ranks,
@@ -60,8 +61,11 @@ async def running_services(
     """A store, a TitanTrainer mesh and a generator, ready for calls.
 
     Raises:
-        ConfigError: the trainer's port is in use, or this process runs services already.
+        ConfigError: the config does not fit the model, the trainer's port is in use, or this
+            process runs services already.
     """
+    check_trainer(model_dir, trainer)
+    check_generator(model_dir, generator)
     if trainer.master_port is not None:
         require_free_port(trainer.master_port)
     prepare_controller()

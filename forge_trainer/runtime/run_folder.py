@@ -30,8 +30,8 @@ CONTENTS = (
 """All that a run writes, and all that --overwrite deletes."""
 
 
-def prepare_run_folder(run: RunConfig) -> Path:
-    """A writable folder without an earlier run.
+def prepare_run_folder(run: RunConfig, *, keep: Path) -> Path:
+    """A writable folder without an earlier run. What lies at `keep` is not deleted for it.
 
     Raises:
         ConfigError: it holds a run and overwrite is off, holds something else, or cannot be
@@ -43,6 +43,11 @@ def prepare_run_folder(run: RunConfig) -> Path:
             raise ConfigError(f"run.folder: {folder} is a file")
         if folder.exists() and any(folder.iterdir()):
             _require_replaceable(folder, run.overwrite)
+            if keep.resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"run.folder: {folder} holds {keep}, the model of this run, and would be "
+                    "emptied; choose another folder"
+                )
             _delete_run(folder)
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from apps.grpo.main import main
 from forge_trainer.config.load import dump_config, load_config
-from forge_trainer.config.schema import GrpoConfig, TrainerConfig
+from forge_trainer.config.schema import AlgorithmConfig, GrpoConfig, TrainerConfig
 from forge_trainer.errors import ConfigError
-from forge_trainer.hf import (
+from forge_trainer.hf import find_model_dir, read_model_facts
+from forge_trainer.runtime.checks import (
+    check_algorithm,
     check_generator_fits_model,
-    check_model,
     check_tokenizer_fits_model,
+    check_trainer,
     check_trainer_fits_model,
-    find_model_dir,
-    read_model_facts,
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -125,12 +126,89 @@ def test_a_run_folder_is_refused_unless_it_may_be_overwritten(
     assert "cannot write to /proc/nowhere" in capsys.readouterr().err
 
 
-def test_a_model_of_another_family_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_qwen3 / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
+    """A real GPT-2 config calls its heads n_head; it used to fail on that name."""
+    from transformers import GPT2Config
+
+    GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="is a 'gpt2' model; .* supports llama, qwen3"):
-        check_trainer_fits_model(TrainerConfig(), read_model_facts(tmp_path))
-    check_trainer_fits_model(TrainerConfig(engine="local"), read_model_facts(tmp_path))
+        check_trainer(tmp_path, TrainerConfig())
+    local = TrainerConfig(engine="local")
+    with pytest.raises(ConfigError, match=r"no \*.safetensors file"):
+        check_trainer(tmp_path, local)
+    facts = read_model_facts(tmp_path)
+    assert (facts.num_heads, facts.num_layers, facts.max_sequence_tokens) == (12, 12, 1024)
+    check_trainer_fits_model(local, facts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "sets attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported for qwen3"),
+        ({"rms_norm_eps": None}, "config.json lacks rms_norm_eps"),
+    ],
+    ids=["bias", "activation", "rope", "missing"],
+)
+def test_what_the_titan_engine_lacks_is_refused_before_anything_starts(
+    tiny_qwen3: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    config = json.loads((tiny_qwen3 / "config.json").read_text()) | change
+    kept = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(ConfigError, match=message):
+        check_trainer(tmp_path, TrainerConfig())
+
+
+def test_a_refused_config_leaves_the_earlier_run_as_it_was(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--overwrite used to delete first and check then."""
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    for name in ("run_config.yaml", "metrics.jsonl", "model/config.json"):
+        (folder / name).write_text("{}")
+    given = ["--config", str(config_file), "--run.folder", str(folder), "--overwrite"]
+    assert main([*given, "--algorithm.loss_options", '{"clip_hi": 1}']) == 2
+    assert "has no option ['clip_hi']" in capsys.readouterr().err
+    assert main([*given, "--generator.max_prompt_tokens", "250"]) == 2
+    assert main([*given, "--task.reward", "os:path"]) == 2
+    assert "not a function" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").exists()
+
+
+def test_a_model_inside_the_folder_to_be_emptied_is_kept(
+    tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_qwen3, folder / "model")
+    (folder / "run_config.yaml").write_text("")
+    file = tmp_path / "config.yaml"
+    values = {
+        "run": {"folder": str(folder), "steps": 1, "overwrite": True},
+        "model": {"path": str(folder / "model")},
+        "generator": {"max_prompt_tokens": 8},
+    }
+    file.write_text(json.dumps(values))
+    assert main(["--config", str(file)]) == 2
+    assert "the model of this run, and would be emptied" in capsys.readouterr().err
+    assert (folder / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_coef": 0.1}, "needs a reference model"),
+        ({"clip_low": -3.0}, "clip_low is -3.0"),
+        ({"clip_low": "wide"}, "clip_low is 'wide'"),
+    ],
+)
+def test_loss_options_are_checked_before_anything_starts(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.loss_options: .*{message}"):
+        check_algorithm(AlgorithmConfig(loss_options=options))
 
 
 def test_the_layout_must_fit_the_model(tiny_qwen3: Path) -> None:
@@ -155,7 +233,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"has no tokenizer.json"):
         check_tokenizer_fits_model(tmp_path, facts)
     (tmp_path / "tokenizer.json").write_text((tiny_qwen3 / "tokenizer.json").read_text())
-    with pytest.raises(ConfigError, match="has 260 tokens, the model has .* vocab_size=100"):
+    with pytest.raises(ConfigError, match="token ids up to 259, the model has .* vocab_size=100"):
         check_tokenizer_fits_model(tmp_path, facts)
 
 
@@ -163,4 +241,4 @@ def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         find_model_dir("./nowhere")
     with pytest.raises(ConfigError, match="cannot read .*config.json"):
-        check_model(tmp_path, TrainerConfig(), GrpoConfig.model_fields["generator"].default)
+        check_trainer(tmp_path, TrainerConfig())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -134,3 +135,27 @@ def test_unknown_losses_and_options_are_config_errors() -> None:
 def test_a_reference_is_required_only_with_a_kl_term() -> None:
     assert "ref_logprobs" not in required_fields("grpo")
     assert "ref_logprobs" in required_fields("grpo", {"kl_coef": 0.1})
+
+
+def test_the_kl_term_takes_nothing_from_tokens_outside_the_mask() -> None:
+    """exp of a log-ratio there overflowed, and zero times infinity was a NaN gradient."""
+    logprobs = _logprobs(0.0, -95.0, -1.0, -1.0)
+    batch = _batch(
+        advantages=[0.0, 0.0, 1.0, 1.0],
+        generator_logprobs=[0.0, 0.0, -1.0, -1.0],
+        ref_logprobs=[0.0, 0.0, -1.0, -1.0],
+    )
+    batch = dataclasses.replace(batch, loss_mask_BT=torch.tensor([[False, False, True, True]]))
+    _, grad = _total_and_grad(make_loss("grpo", {"kl_coef": 0.1})(logprobs, batch), logprobs)
+    assert grad == pytest.approx([0.0, 0.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_ratio_beyond_float32_gives_finite_gradients(advantage: float) -> None:
+    logprobs = _logprobs(0.0, -1.0, -1.0, -1.0)
+    batch = _batch(
+        advantages=[0.0, advantage, 0.0, 0.0], generator_logprobs=[0.0, -300.0, -1.0, -1.0]
+    )
+    total, grad = _total_and_grad(make_loss("grpo")(logprobs, batch), logprobs)
+    assert math.isfinite(total)
+    assert all(math.isfinite(g) for g in grad)

@@ -15,8 +15,8 @@ from forge_trainer.functional.packing import (
     PackingPlan,
     pack_sequences,
     unpack_values,
-    validate_sequences,
 )
+from forge_trainer.functional.validation import validate_sequences
 from forge_trainer.types import TrainSequence
 from tests.data import random_sequences
 

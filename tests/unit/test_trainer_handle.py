@@ -95,6 +95,13 @@ def bench(request: pytest.FixtureRequest, tiny_qwen3: Path, tmp_path: Path) -> I
 GOOD = random_sequences(4)
 
 
+def _long(length: int) -> TrainSequence:
+    zeros = [0.0] * length
+    return TrainSequence(
+        [1] * length, [0] + [1] * (length - 1), advantages=zeros, generator_logprobs=zeros
+    )
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -104,9 +111,25 @@ GOOD = random_sequences(4)
         [dataclasses.replace(GOOD[0], token_ids=[260] * len(GOOD[0]))],
         [dataclasses.replace(GOOD[0], advantages=[math.nan] * len(GOOD[0]))],
         [dataclasses.replace(GOOD[0], generator_logprobs=None)],
-        [TrainSequence([1] * 65, [0] * 65)],
+        [dataclasses.replace(GOOD[0], advantages=[1e39] * len(GOOD[0]))],
+        [dataclasses.replace(GOOD[0], advantages=1.0)],  # type: ignore[arg-type]
+        [dataclasses.replace(GOOD[0], token_ids=[[1]] * len(GOOD[0]))],  # type: ignore[list-item]
+        [dataclasses.replace(GOOD[0], temperature=1e-40)],
+        [_long(65)],
     ],
-    ids=["empty", "lengths", "first token", "vocabulary", "nan", "field missing", "too long"],
+    ids=[
+        "empty",
+        "lengths",
+        "first token",
+        "vocabulary",
+        "nan",
+        "field missing",
+        "overflow",
+        "scalar",
+        "nested",
+        "temperature",
+        "too long",
+    ],
 )
 def test_bad_data_never_reaches_the_engine(
     bench: Bench, bad: list[TrainSequence], monkeypatch: pytest.MonkeyPatch
@@ -386,3 +409,122 @@ def test_errors_of_the_handle_are_ours(bench: Bench) -> None:
     worker._engine.clear_gradients = out_of_memory
     with pytest.raises(ForgeTrainerError, match=r"MemoryError: no room \(rank 0, phase clear_"):
         bench.run(bench.trainer.clear_gradients())
+
+
+def _slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    time.sleep(0.3)
+    return LossOutput(total=-logprobs_BT.sum())
+
+
+def test_a_cancelled_call_runs_to_its_end_and_is_counted(bench: Bench) -> None:
+    """The handle used to forget the step, and to publish it under the version before."""
+    trainer = bench.trainer
+
+    async def give_up(call: Coroutine[Any, Any, Any]) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call, 0.05)
+
+    bench.run(give_up(trainer.train_step(GOOD, loss=_slow)))
+    assert bench.run(trainer.get_status()).step == 1
+    assert bench.run(trainer.get_status()).accumulated_tokens == 0
+    assert bench.run(trainer.push_weights()).version == WeightsVersion(0, 1)
+    assert bench.run(trainer.save()).step == 1
+
+
+def _bad_metric(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=-logprobs_BT.sum(), metrics={"x": 1.0})  # type: ignore[dict-item]
+
+
+class _FailsInBackward(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        _FailsInBackward.calls += 1
+        if _FailsInBackward.calls == 2:
+            raise MemoryError("no memory left")
+        return grads[0]
+
+
+def _fails_in_second_backward(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=-_FailsInBackward.apply(logprobs_BT).sum())
+
+
+@pytest.mark.parametrize("loss", [_bad_metric, _fails_in_second_backward])
+def test_half_a_gradient_never_reaches_the_next_step(bench: Bench, loss: Any) -> None:
+    still = OptimParams(lr=0.0, weight_decay=0.0)
+    many = random_sequences(12)
+    wanted = bench.run(bench.trainer.train_step(GOOD, loss="grpo", params=still)).optim.grad_norm
+    _FailsInBackward.calls = 0
+    with pytest.raises(EngineError):
+        bench.run(bench.trainer.forward_backward(many, loss=loss))
+    assert bench.run(bench.trainer.get_status()).accumulated_tokens == 0
+    found = bench.run(bench.trainer.train_step(GOOD, loss="grpo", params=still)).optim.grad_norm
+    assert found == wanted
+
+
+def _damage(checkpoint: Path, how: str) -> None:
+    data = next(file for file in sorted(checkpoint.iterdir()) if file.suffix == ".distcp")
+    content = bytearray(data.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "truncated":
+        data.write_bytes(content[:-10])
+    elif how == "metadata":
+        (checkpoint / ".metadata").unlink()
+    else:
+        (checkpoint / "forge_trainer.json").write_text("{")
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "metadata", "marker"])
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(bench: Bench, how: str) -> None:
+    trainer = bench.trainer
+    saved = bench.run(trainer.save())
+    _damage(Path(saved.path), how)
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    before = bench.run(trainer.forward(GOOD)).logprobs
+    wanted = {"metadata": ".metadata is missing", "marker": "forge_trainer.json is damaged"}
+    with pytest.raises(CheckpointError, match=wanted.get(how, ".distcp is damaged")):
+        bench.run(trainer.load(path=saved.path))
+    assert bench.run(trainer.forward(GOOD)).logprobs == before
+    assert bench.run(trainer.get_status()).step == 1
+
+
+def test_a_new_trainer_on_an_old_store_opens_a_new_epoch(
+    bench: Bench, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """It used to start at epoch 0 again and to overwrite what was published."""
+    first = bench.run(bench.trainer.push_weights())
+    config = CONFIG.model_copy(update={"engine": "local"})
+    second = bench.run(
+        start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path, store=bench.store
+        )
+    )
+    assert bench.run(second.push_weights()).version > first.version
+    bench.run(second.close())
+    bench.run(second.close())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"lr": math.nan}, {"lr": -1.0}, {"max_grad_norm": -1.0}, {"betas": (2.0, 2.0)}, {"eps": 0.0}],
+)
+def test_optimizer_values_that_cannot_be_meant_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=next(iter(params))):
+        OptimParams(**params)
+
+
+def test_a_config_that_does_not_fit_the_model_is_refused_in_process(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = TrainerConfig(device="cpu", max_sequence_tokens=1000)
+    with pytest.raises(ConfigError, match="max_sequence_tokens: 1000 exceeds"):
+        asyncio.run(
+            start_in_process_trainer(config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path)
+        )

@@ -24,7 +24,7 @@ from torchtitan.models.qwen3 import model_registry as qwen3_registry
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
-from forge_trainer.errors import ConfigError
+from .support import refuse_unsupported, rope_parameters
 
 _LOADED_LATER: dict[str, Callable[..., Any]] = {"weight": skip_param_init}
 """No random weights: every parameter comes from the Hugging Face directory."""
@@ -48,7 +48,7 @@ def build_model_spec(
         ConfigError: the directory asks for something TorchTitan's model does not have.
     """
     family = _FAMILIES[hf_config["model_type"]]
-    _refuse_unsupported(hf_config)
+    refuse_unsupported(hf_config)
     dim, vocab_size = hf_config["hidden_size"], hf_config["vocab_size"]
     num_heads = hf_config["num_attention_heads"]
     head_dim = hf_config.get("head_dim") or dim // num_heads
@@ -98,34 +98,10 @@ def build_model_spec(
     return spec
 
 
-def _refuse_unsupported(hf_config: dict[str, Any]) -> None:
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if hf_config.get(key):
-            raise ConfigError(f"model.path: config.json sets {key}, which TorchTitan's model lacks")
-    activation = hf_config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(
-            f"model.path: hidden_act is {activation!r}; TorchTitan's model has 'silu'"
-        )
-
-
-def _rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling."""
-    found = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    theta = found.get("rope_theta") or hf_config.get("rope_theta", 10000.0)
-    kind = found.get("rope_type") or found.get("type") or "default"
-    return {**found, "rope_theta": theta, "rope_type": kind}
-
-
 def _llama_rope(hf_config: dict[str, Any], head_dim: int, max_tokens: int) -> RoPE.Config:
-    rope = _rope_parameters(hf_config)
+    rope = rope_parameters(hf_config)
     if rope["rope_type"] == "default":
         return ComplexRoPE.Config(dim=head_dim, max_seq_len=max_tokens, theta=rope["rope_theta"])
-    if rope["rope_type"] != "llama3":
-        raise ConfigError(
-            f"model.path: rope_type {rope['rope_type']!r} is not supported for llama; "
-            "supported are 'default' and 'llama3'"
-        )
     return ComplexRoPE.Config(
         dim=head_dim,
         max_seq_len=max_tokens,
@@ -139,12 +115,7 @@ def _llama_rope(hf_config: dict[str, Any], head_dim: int, max_tokens: int) -> Ro
 
 
 def _qwen3_rope(hf_config: dict[str, Any], head_dim: int, max_tokens: int) -> RoPE.Config:
-    rope = _rope_parameters(hf_config)
-    if rope["rope_type"] != "default":
-        raise ConfigError(
-            f"model.path: rope_type {rope['rope_type']!r} is not supported for qwen3; "
-            "supported is 'default'"
-        )
+    rope = rope_parameters(hf_config)
     return CosSinRoPE.Config(dim=head_dim, max_seq_len=max_tokens, theta=rope["rope_theta"])
 
 

@@ -1,0 +1,130 @@
+"""Everything that can be known to fail before a process starts, as one ConfigError."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig, TrainerConfig
+from forge_trainer.engine.checkpoint import newest_checkpoint
+from forge_trainer.engine.titan.support import refuse_unsupported
+from forge_trainer.errors import ConfigError
+from forge_trainer.functional.losses import make_loss, required_fields
+from forge_trainer.hf import (
+    ModelFacts,
+    largest_token_id,
+    read_hf_config,
+    read_model_facts,
+    resolve_device,
+)
+
+
+def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
+    """The model's facts, once the trainer is known to be able to train it.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    resolve_device(trainer.device)
+    if trainer.engine == "titan":
+        refuse_unsupported(read_hf_config(path))
+    facts = read_model_facts(path)
+    check_trainer_fits_model(trainer, facts)
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {path} has no *.safetensors file to load weights from")
+    return facts
+
+
+def check_generator(path: Path, generator: GeneratorConfig) -> None:
+    """The generator and the tokenizer must fit the model.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    resolve_device(generator.device)
+    facts = read_model_facts(path)
+    check_generator_fits_model(generator, facts)
+    check_tokenizer_fits_model(path, facts)
+
+
+def check_checkpoint_folder(trainer: TrainerConfig) -> None:
+    """A folder of checkpoints outside the run folder must not hold another run's.
+
+    Raises:
+        ConfigError: it does, so that saving would fail in mid-run.
+    """
+    folder = trainer.checkpoint_folder
+    if trainer.checkpoint_interval and folder and newest_checkpoint(Path(folder)) is not None:
+        raise ConfigError(
+            f"trainer.checkpoint_folder: {folder} holds checkpoints already; choose another folder"
+        )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """The loss must know its options, and get all it needs from rollouts.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    try:
+        make_loss(algorithm.loss, algorithm.loss_options)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.loss_options: {error}") from error
+    if "ref_logprobs" in required_fields(algorithm.loss, algorithm.loss_options):
+        raise ConfigError(
+            "algorithm.loss_options: kl_coef needs a reference model, which this app does not run"
+        )
+
+
+def check_trainer_fits_model(trainer: TrainerConfig, facts: ModelFacts) -> None:
+    """Relations between the trainer's config and the model's.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    tensor = trainer.parallel.tensor
+    for name, heads in (("attention", facts.num_heads), ("key-value", facts.num_kv_heads)):
+        if heads % tensor:
+            raise ConfigError(
+                f"trainer.parallel.tensor: {tensor} does not divide the model's {heads} "
+                f"{name} heads"
+            )
+    for axis in ("tensor", "pipeline"):
+        if getattr(trainer.parallel, axis) > 1:
+            raise ConfigError(
+                f"trainer.parallel.{axis}: only 1 is supported so far, got "
+                f"{getattr(trainer.parallel, axis)}"
+            )
+    longest = trainer.max_sequence_tokens
+    if longest is not None and longest > facts.max_sequence_tokens:
+        raise ConfigError(
+            f"trainer.max_sequence_tokens: {longest} exceeds the model's "
+            f"max_position_embeddings={facts.max_sequence_tokens}"
+        )
+
+
+def check_generator_fits_model(generator: GeneratorConfig, facts: ModelFacts) -> None:
+    """A prompt and its completion must fit into the model.
+
+    Raises:
+        ConfigError: with the keys, what was given and what is allowed.
+    """
+    wanted = generator.max_prompt_tokens + generator.max_completion_tokens
+    if wanted > facts.max_sequence_tokens:
+        raise ConfigError(
+            f"generator.max_prompt_tokens + generator.max_completion_tokens: {wanted} exceed the "
+            f"model's max_position_embeddings={facts.max_sequence_tokens}"
+        )
+
+
+def check_tokenizer_fits_model(path: Path, facts: ModelFacts) -> None:
+    """Every token of the tokenizer must have an embedding.
+
+    Raises:
+        ConfigError: the tokenizer is missing or has more tokens than the model.
+    """
+    largest = largest_token_id(path)
+    if largest >= facts.vocab_size:
+        raise ConfigError(
+            f"model.path: the tokenizer of {path} has token ids up to {largest}, the model has "
+            f"embeddings for vocab_size={facts.vocab_size}; they do not belong together"
+        )
