@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import ConfigError, WorkerLostError
@@ -82,3 +84,35 @@ def test_a_port_in_use_is_a_config_error_before_anything_starts(
         with pytest.raises(ConfigError, match=f"trainer.master_port: {port} is in use"):
             asyncio.run(start())
     assert descendants() == before
+
+
+def test_a_start_that_fails_can_be_tried_again(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The store of the first try stayed, and the second was told that one runs already."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_qwen3, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    config = TRAINER.model_copy(update={"num_ranks": 1})
+    failing = running_cluster(broken, tmp_path, config)
+    with pytest.raises(ConfigError, match="missing tensors"):
+        failing.__enter__()
+    with running_cluster(tiny_qwen3, tmp_path, config) as cluster:
+        assert cluster.run(cluster.trainer.push_weights()).num_tensors > 0
+
+
+def test_a_rank_that_hangs_is_lost_within_the_collective_timeout(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = TRAINER.model_copy(update={"collective_timeout_s": 5.0})
+    with running_cluster(tiny_qwen3, tmp_path, config) as cluster:
+        pid = cluster.run(cluster.trainer.get_config()).ranks[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            with pytest.raises(WorkerLostError) as caught:
+                cluster.run(cluster.trainer.train_step(GOOD, loss="grpo"))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert time.monotonic() - start < 5 + 15 + 10
+        assert (caught.value.rank, caught.value.phase) == (1, "forward_backward")

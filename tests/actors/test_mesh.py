@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from forge_trainer.engine.local import LocalEngine
-from forge_trainer.errors import DataError, EngineError, WeightsError
+from forge_trainer.errors import CheckpointError, DataError, EngineError, WeightsError
 from forge_trainer.functional.losses import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import load_causal_lm
@@ -205,6 +206,31 @@ def test_a_loss_that_fails_on_one_rank_is_an_error_on_all(cluster: Cluster) -> N
     assert caught.value.rank == 1
     again = cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim
     assert (again.grad_norm, again.step) == (wanted, 2)
+
+
+def test_a_loss_that_cannot_be_sent_is_refused_and_the_trainer_goes_on(cluster: Cluster) -> None:
+    """The handle had counted the call before it failed; the ranks then refused all others."""
+    lock = threading.Lock()
+
+    def loss(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        with lock:
+            return LossOutput(total=logprobs_BT.sum())
+
+    with pytest.raises(DataError, match="cannot be sent to another process"):
+        cluster.run(cluster.trainer.forward_backward(GOOD, loss=loss))
+    assert cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all(cluster: Cluster, tmp_path: Path) -> None:
+    """Rank 0 failed to make the folder while the others waited in a barrier: the mesh was lost."""
+    with pytest.raises(CheckpointError, match="/proc/x"):
+        cluster.run(cluster.trainer.save(path="/proc/x/y"))
+    saved = cluster.run(cluster.trainer.save(path=str(tmp_path / "saved")))
+    shard = max(Path(saved.path).glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged"):
+        cluster.run(cluster.trainer.load(path=saved.path))
+    assert cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
 
 
 def test_bad_data_is_refused_and_the_trainer_goes_on(cluster: Cluster) -> None:
