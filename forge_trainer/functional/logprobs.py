@@ -2,18 +2,42 @@
 
 The vocabulary axis stays in this file: the rest of the project sees one number per token. The
 forward pass keeps only the log-sum-exp of each token; the backward pass recomputes the logits
-of one chunk of tokens at a time.
+of one chunk of tokens at a time. Where ranks hold a part of the vocabulary each, they exchange
+three numbers per token and never logits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 DEFAULT_CHUNK_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """Which rows of the vocabulary this rank's weight holds, and who holds the others."""
+
+    start: int
+    """The token id of the weight's first row."""
+    group: dist.ProcessGroup
+    """The ranks whose weights make up the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobOptions:
+    """How log-probs are computed; none of it changes their values."""
+
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    """Tokens whose logits exist at one time."""
+    with_entropy: bool = False
+    shard: VocabShard | None = None
+    """None: the weight holds the whole vocabulary."""
 
 
 def selected_logprobs(
@@ -21,21 +45,21 @@ def selected_logprobs(
     weight_VH: Float[Tensor, "V H"],
     targets_N: Int[Tensor, " N"],
     temperatures_N: Float[Tensor, " N"],
-    *,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    with_entropy: bool = False,
+    options: LogprobOptions = LogprobOptions(),
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """log softmax(hidden @ weight.T / temperature) at each target, and the entropy if asked for.
 
     Both are in nats, float32 (float64 for float64 inputs), and differentiable with respect to
-    hidden states and weight. Peak extra memory is chunk_tokens * V numbers.
+    hidden states and weight. Peak extra memory is a few times chunk_tokens * V numbers. On a
+    vocabulary shard, targets are still ids of the whole vocabulary, the results are those of the
+    whole, and the gradient of the hidden states is this shard's part of a sum over the group.
 
     Example:
         hidden [[1, 0]], weight [[1, 0], [0, 1]], target 0, temperature 1
         -> logits [1, 0] -> log-prob 1 - log(e + 1) = -0.3133
     """
     return _SelectedLogprobs.apply(  # type: ignore[no-untyped-call, no-any-return]
-        hidden_NH, weight_VH, targets_N, temperatures_N, chunk_tokens, with_entropy
+        hidden_NH, weight_VH, targets_N, temperatures_N, options
     )
 
 
@@ -45,9 +69,7 @@ def token_logprobs(
     token_ids_BT: Int[Tensor, "B T"],
     document_ids_BT: Int[Tensor, "B T"],
     temperatures_BT: Float[Tensor, "B T"],
-    *,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    with_entropy: bool = False,
+    options: LogprobOptions = LogprobOptions(),
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """The log-prob of every token given those before it in its document, at that token's index.
 
@@ -60,8 +82,7 @@ def token_logprobs(
         weight_VH,
         token_ids_BT[:, 1:].reshape(-1),
         temperatures_BT[:, 1:].reshape(-1),
-        chunk_tokens=chunk_tokens,
-        with_entropy=with_entropy,
+        options,
     )
     predicted_BT = has_prediction(document_ids_BT)[:, 1:]
     logprobs_BT = _at_targets(logprobs_N.view(B, T - 1), predicted_BT)
@@ -97,39 +118,44 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperatures: Tensor,
-        chunk_tokens: int,
-        with_entropy: bool,
+        options: LogprobOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        logprobs, lse, entropies = [], [], []
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
-            z = _scaled_logits(hidden[rows], weight, temperatures[rows])
-            chunk_lse = torch.logsumexp(z, dim=-1)
-            logprobs.append(z.gather(-1, targets[rows, None]).squeeze(-1) - chunk_lse)
-            lse.append(chunk_lse)
-            if with_entropy:
-                p = torch.exp(z - chunk_lse[:, None])
-                entropies.append(chunk_lse - (p * z).sum(-1))
-        entropy_N = torch.cat(entropies) if with_entropy else None
-        ctx.save_for_backward(hidden, weight, targets, temperatures, torch.cat(lse), entropy_N)
-        ctx.chunk_tokens = chunk_tokens
-        return torch.cat(logprobs), entropy_N
+        start = options.shard.start if options.shard else 0
+        rows_of = [
+            _chunk_numbers(
+                _scaled_logits(hidden[rows], weight, temperatures[rows]),
+                targets[rows] - start,
+                with_entropy=options.with_entropy,
+            )
+            for rows in _chunks(hidden.shape[0], options.chunk_tokens)
+        ]
+        lse, target_logits, mean_logits = torch.cat(rows_of, dim=1)
+        if options.shard is not None:
+            lse, target_logits, mean_logits = _combine(
+                torch.stack([lse, target_logits, mean_logits]), options.shard.group
+            )
+        entropy_N = lse - mean_logits if options.with_entropy else None
+        ctx.save_for_backward(hidden, weight, targets, temperatures, lse, entropy_N)
+        ctx.options = options
+        return target_logits - lse, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
         hidden, weight, targets, temperatures, lse, entropy = ctx.saved_tensors
+        start = ctx.options.shard.start if ctx.options.shard else 0
         wide = lse.dtype
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            z = _scaled_logits(hidden[rows], weight, temperatures[rows])
-            log_p = z - lse[rows, None]
+        for rows in _chunks(hidden.shape[0], ctx.options.chunk_tokens):
+            log_p = _scaled_logits(hidden[rows], weight, temperatures[rows]) - lse[rows, None]
             p = torch.exp(log_p)
             grad_z = torch.zeros_like(p)
             if grad_logprobs is not None:
                 upstream = grad_logprobs[rows, None].to(wide)
                 grad_z -= p * upstream
-                grad_z.scatter_add_(-1, targets[rows, None], upstream)
+                index, is_here = _local_index(targets[rows] - start, p.shape[-1])
+                grad_z.scatter_add_(-1, index[:, None], upstream * is_here[:, None])
             if grad_entropy is not None and entropy is not None:
                 upstream = grad_entropy[rows, None].to(wide)
                 grad_z -= upstream * p * (log_p + entropy[rows, None])
@@ -139,7 +165,34 @@ class _SelectedLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += (grad_logits.T @ hidden[rows]).to(wide)
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, narrow, None, None, None, None
+        return grad_hidden, narrow, None, None, None
+
+
+def _chunk_numbers(z: Tensor, local_targets: Tensor, *, with_entropy: bool) -> Tensor:
+    """[3, n]: log-sum-exp, the target's logit (0 if elsewhere), and sum_j p_j z_j."""
+    lse = torch.logsumexp(z, dim=-1)
+    index, is_here = _local_index(local_targets, z.shape[-1])
+    target = z.gather(-1, index[:, None]).squeeze(-1)
+    target = torch.where(is_here, target, torch.zeros_like(target))
+    mean = torch.zeros_like(lse)
+    if with_entropy:
+        mean = (torch.exp(z - lse[:, None]) * z).sum(-1)
+    return torch.stack([lse, target, mean])
+
+
+def _local_index(local_targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Row indices that are safe to use, and where they mean something."""
+    is_here = (local_targets >= 0) & (local_targets < rows)
+    return local_targets.clamp(0, rows - 1), is_here
+
+
+def _combine(numbers: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers of `_chunk_numbers` for the whole vocabulary, from those of all shards."""
+    shards = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, numbers.contiguous(), group=group)
+    lse_S, target_S, mean_S = torch.stack(shards, dim=1)
+    lse = torch.logsumexp(lse_S, dim=0)
+    return lse, target_S.sum(0), (torch.exp(lse_S - lse) * mean_S).sum(0)
 
 
 def _chunks(length: int, size: int) -> list[slice]:

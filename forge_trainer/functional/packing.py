@@ -30,6 +30,8 @@ class PackingPlan:
     """False: one sequence per row."""
     pad_multiple: int = 1
     """T is rounded up to a multiple of this."""
+    row_multiple: int = 1
+    """B is rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,10 @@ def pack_sequences(
     """
     rows = _fill_rows([len(s) for s in sequences], plan)
     rows_per_rank = -(-len(rows) // dp_size)
-    B = min(plan.rows_per_microbatch, rows_per_rank)
+    B = _round_up(min(plan.rows_per_microbatch, rows_per_rank), plan.row_multiple)
     num_microbatches = -(-rows_per_rank // B)
     longest = max(sum(len(sequences[i]) for i in row) for row in rows)
-    T = -(-longest // plan.pad_multiple) * plan.pad_multiple
+    T = _round_up(longest, plan.pad_multiple)
 
     batches, placements = [], {}
     for dp_rank in range(dp_size):
@@ -82,6 +84,10 @@ def pack_sequences(
                     start += length
         batches.append(rank_batches)
     return PackedCall(batches, [placements[i] for i in range(len(sequences))])
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def unpack_values(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_trainer.functional.logprobs import selected_logprobs, token_logprobs
+from forge_trainer.functional.logprobs import LogprobOptions, selected_logprobs, token_logprobs
 
 
 def _reference(
@@ -29,7 +29,7 @@ def _random_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_logprob_of_a_hand_made_example() -> None:
     hidden, weight = torch.tensor([[1.0, 0.0]]), torch.eye(2)
     logprobs, entropy = selected_logprobs(
-        hidden, weight, torch.tensor([0]), torch.ones(1), with_entropy=True
+        hidden, weight, torch.tensor([0]), torch.ones(1), LogprobOptions(with_entropy=True)
     )
     p = math.e / (math.e + 1)
     assert logprobs.item() == pytest.approx(1 - math.log(math.e + 1))
@@ -46,7 +46,7 @@ def test_chunking_changes_neither_values_nor_gradients(chunk_tokens: int) -> Non
         (wanted[0] * upstream_logprobs + wanted[1] * upstream_entropy).sum(), (hidden, weight)
     )
     logprobs, entropy = selected_logprobs(
-        hidden, weight, targets, temperatures, chunk_tokens=chunk_tokens, with_entropy=True
+        hidden, weight, targets, temperatures, LogprobOptions(chunk_tokens, with_entropy=True)
     )
     assert entropy is not None
     grads = torch.autograd.grad(

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.losses import LOSSES, logprob_gap, make_loss, required_fields
+from forge_trainer.functional.kl import KL_ESTIMATORS
+from forge_trainer.functional.objective import LOSSES, make_loss, needs_entropy, required_fields
+from forge_trainer.functional.tokens import logprob_gap
 from forge_trainer.types import LossOutput, TrainBatch
 
 
@@ -99,6 +101,107 @@ def test_dapo_has_a_higher_upper_bound() -> None:
     assert grad == pytest.approx([0.0, -1.25, 0.0, 0.0], rel=1e-6)
 
 
+def test_importance_sampling_weighs_the_gradient_by_the_ratio() -> None:
+    """Ratios 1.5, 1 and 0.5 with advantages 1, 2 and -1: total -(1.5 + 2 - 0.5)."""
+    logprobs = _logprobs(0.0, math.log(1.5) - 1, -1.0, math.log(0.5) - 1)
+    batch = _batch(advantages=[0.0, 1.0, 2.0, -1.0], generator_logprobs=[0.0, -1.0, -1.0, -1.0])
+    total, grad = _total_and_grad(make_loss("importance_sampling")(logprobs, batch), logprobs)
+    assert total == pytest.approx(-3.0, rel=1e-6)
+    assert grad == pytest.approx([0.0, -1.5, -2.0, 0.5], rel=1e-6)
+
+
+def test_ppo_takes_its_bounds_as_ratios() -> None:
+    """Ratios 1.5, 1.5 and 0.5 with advantages 1, -1 and -1; bounds 0.6 and 1.4."""
+    logprobs = _logprobs(0.0, math.log(1.5) - 1, math.log(1.5) - 1, math.log(0.5) - 1)
+    batch = _batch(advantages=[0.0, 1.0, -1.0, -1.0], generator_logprobs=[0.0, -1.0, -1.0, -1.0])
+    loss = make_loss("ppo", {"ratio_low": 0.6, "ratio_high": 1.4})
+    total, grad = _total_and_grad(loss(logprobs, batch), logprobs)
+    assert total == pytest.approx(-(1.4 - 1.5 - 0.6), rel=1e-6)
+    assert grad == pytest.approx([0.0, 0.0, 1.5, 0.0], rel=1e-6)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    """Ratios 1.5, 1 and 0.1 with advantages 1, 2 and -1; weights 1.2, 1 and 0.1."""
+    values = (0.0, math.log(1.5) - 1, -1.0, math.log(0.1) - 1)
+    logprobs = _logprobs(*values)
+    batch = _batch(advantages=[0.0, 1.0, 2.0, -1.0], generator_logprobs=[0.0, -1.0, -1.0, -1.0])
+    total, grad = _total_and_grad(make_loss("cispo")(logprobs, batch), logprobs)
+    assert total == pytest.approx(-(1.2 * values[1] + 2 * values[2] - 0.1 * values[3]), rel=1e-6)
+    assert grad == pytest.approx([0.0, -1.2, -2.0, 0.1], rel=1e-6)
+
+
+def test_gspo_clips_the_ratio_of_the_whole_sequence() -> None:
+    """Two documents: log-ratios [0.3 -0.1] (mean 0.1, s = e^0.1) and [0.2] (s = e^0.2, clipped).
+
+    Within the bounds each of a document's n tokens has the gradient -A s (n tokens share s, and
+    s changes by s/n with each): -2 e^0.1 * (1/2) * 2 = -e^0.1 with A = 1 for both.
+    """
+    logprobs = _logprobs(0.0, -0.7, -1.1, -0.8)
+    batch = dataclasses.replace(
+        _batch(advantages=[0.0, 1.0, 1.0, 1.0], generator_logprobs=[0.0, -1.0, -1.0, -1.0]),
+        document_ids_BT=torch.tensor([[4, 4, 4, 7]]),
+    )
+    loss = make_loss("gspo", {"ratio_low": 0.9, "ratio_high": 1.15})
+    total, grad = _total_and_grad(loss(logprobs, batch), logprobs)
+    assert total == pytest.approx(-(2 * math.exp(0.1) + 1.15), rel=1e-6)
+    assert grad == pytest.approx([0.0, -math.exp(0.1), -math.exp(0.1), 0.0], rel=1e-6)
+
+
+def test_dro_pulls_towards_the_generator() -> None:
+    """Log-ratios 0.4, 0 and -0.2 with advantages 1, 2 and 0, beta 0.5."""
+    logprobs = _logprobs(0.0, -0.6, -1.0, -1.2)
+    batch = _batch(advantages=[0.0, 1.0, 2.0, 0.0], generator_logprobs=[0.0, -1.0, -1.0, -1.0])
+    total, grad = _total_and_grad(make_loss("dro", {"beta": 0.5})(logprobs, batch), logprobs)
+    assert total == pytest.approx(0.6 + 0.25 * 0.16 + 2.0 + 0.25 * 0.04, rel=1e-5)
+    assert grad == pytest.approx([0.0, -1 + 0.5 * 0.4, -2.0, 0.5 * -0.2], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope", "slope_where_equal"),
+    [
+        ("k1", math.log(2), 1.0, 1.0),
+        ("k2", math.log(2) ** 2 / 2, math.log(2), 0.0),
+        ("k3", 0.5 + math.log(2) - 1, 0.5, 0.0),
+    ],
+)
+def test_kl_estimators_by_hand(
+    estimator: str, value: float, slope: float, slope_where_equal: float
+) -> None:
+    """One token with p_ref = p / 2, two with p_ref = p; slopes are derivatives by log p."""
+    logprobs = _logprobs(0.0, -1.0, -1.0, -1.0)
+    ref = [0.0, -1 - math.log(2), -1.0, -1.0]
+    loss = make_loss("cross_entropy", {"kl_coef": 2.0, "kl_estimator": estimator})
+    total, grad = _total_and_grad(loss(logprobs, _batch(ref_logprobs=ref)), logprobs)
+    assert total == pytest.approx(3.0 + 2.0 * value, rel=1e-6)
+    equal = -1.0 + 2.0 * slope_where_equal
+    assert grad == pytest.approx([0.0, -1.0 + 2.0 * slope, equal, equal], rel=1e-5)
+
+
+def test_k1_and_k3_are_unbiased() -> None:
+    """Over all tokens of a small distribution, the means are the KL itself."""
+    p, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    exact = float((p * (p / ref).log()).sum())
+    d = (ref / p).log()
+    for name in ("k1", "k3"):
+        assert float((p * KL_ESTIMATORS[name](d)).sum()) == pytest.approx(exact, rel=1e-6)
+
+
+def test_the_entropy_term_is_a_weighted_bonus() -> None:
+    logprobs = _logprobs(0.0, -1.0, -1.0, -1.0)
+    entropies = torch.tensor([[9.0, 1.0, 2.0, 3.0]], requires_grad=True)
+    batch = dataclasses.replace(
+        _batch(advantages=[0.0] * 4, token_weights=[0.0, 1.0, 0.5, 0.0]), entropies_BT=entropies
+    )
+    loss = make_loss("reinforce", {"entropy_coef": 0.1})
+    assert needs_entropy(loss)
+    assert not needs_entropy(make_loss("reinforce"))
+    output = loss(logprobs, batch)
+    (grad,) = torch.autograd.grad(output.total, entropies)
+    assert output.total.item() == pytest.approx(-0.1 * (1.0 + 1.0))
+    assert grad[0].tolist() == pytest.approx([0.0, -0.1, -0.05, 0.0])
+    assert output.metrics["loss/entropy"].value == pytest.approx(2.0)
+
+
 def test_what_lies_outside_the_mask_cannot_overflow() -> None:
     """A bug met early: exp of a log-ratio at a prompt token was inf, and inf * 0 is nan."""
     logprobs = _logprobs(500.0, -1.0, -1.0, -1.0)
@@ -128,7 +231,7 @@ def test_every_loss_is_a_sum_over_tokens(name: str) -> None:
 def test_unknown_losses_and_options_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="'gpo' is not registered; use one of"):
         make_loss("gpo")
-    with pytest.raises(ConfigError, match="no option \\['clip'\\]; it takes \\['clip_low'"):
+    with pytest.raises(ConfigError, match="no option \\['clip'\\]; it takes \\['ratio_low'"):
         make_loss("grpo", {"clip": 0.1})
 
 
