@@ -45,6 +45,9 @@ class EngineFacts:
     dp_rank: int
     dp_size: int
     coordinates: dict[str, int]
+    """Index on every mesh axis: dp, tp, pp."""
+    has_outputs: bool
+    """True where the model ends: this rank's log-probs, loss and metrics are those that count."""
     device: str
 
 

@@ -117,6 +117,8 @@ class TrainBatch:
     generator_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
     token_weights_BT: Tensor | None = None
+    entropies_BT: Tensor | None = None
+    """Of the policy, with gradient, in nats; only for losses that ask for it."""
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch on `device`."""
@@ -125,6 +127,14 @@ class TrainBatch:
             name: None if value is None else value.to(device) for name, value in values.items()
         }
         return dataclasses.replace(self, **moved)
+
+    def select_rows(self, rows: Tensor) -> TrainBatch:
+        """A batch of the given rows."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        chosen: dict[str, Any] = {
+            name: None if value is None else value[rows] for name, value in values.items()
+        }
+        return dataclasses.replace(self, **chosen)
 
     def require(self, field_name: str, loss_name: str) -> Tensor:
         """The optional field `field_name`, or a ValueError that says which loss needs it."""

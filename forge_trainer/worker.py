@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from forge_trainer.config.schema import TrainerConfig, WeightsConfig
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import make_engine
 from forge_trainer.errors import (
     CollectiveError,
@@ -25,7 +26,7 @@ from forge_trainer.errors import (
     ForgeTrainerError,
     WeightsError,
 )
-from forge_trainer.functional.losses import make_loss
+from forge_trainer.functional.objective import make_loss
 from forge_trainer.protocols import (
     EngineFacts,
     EngineForwardBackward,

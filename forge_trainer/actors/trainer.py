@@ -8,7 +8,8 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
-from forge_trainer.config.schema import TrainerConfig, WeightsConfig
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
 from forge_trainer.protocols import (
     EngineFacts,

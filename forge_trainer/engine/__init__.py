@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_trainer.config.schema import TrainerConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.protocols import Engine
 from forge_trainer.types import World
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from forge_trainer.config.schema import TrainerConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.hf import load_causal_lm, read_model_facts, resolve_device
@@ -81,12 +81,11 @@ class LocalEngine:
         )
         self._scheduler = LambdaLR(self._optimizer, factor)
         self._updater = Updater(
+            self._config,
             optimizers=[self._optimizer],
             schedulers=[self._scheduler],
-            schedule_steps=None,
             reduce_counts=lambda counts: counts,
-            max_grad_norm=optimizer.max_grad_norm,
-            on_non_finite=self._config.on_non_finite,
+            sum_over_ranks=lambda value: value,
             rank=0,
         )
 
@@ -108,7 +107,8 @@ class LocalEngine:
             num_parameters=sum(p.numel() for p in self._model.parameters()),
             dp_rank=0,
             dp_size=1,
-            coordinates={"dp": 0},
+            coordinates={"dp": 0, "tp": 0, "pp": 0},
+            has_outputs=True,
             device=str(self._device),
         )
 
@@ -129,8 +129,8 @@ class LocalEngine:
         calls = LossCalls(loss_fn, batches)
         try:
             for batch in (batch.to(self._device) for batch in batches):
-                logprobs_BT, _ = self._token_logprobs(batch)
-                calls(logprobs_BT, batch).backward()
+                logprobs_BT, entropies_BT = self._token_logprobs(batch)
+                calls(logprobs_BT, entropies_BT, batch).backward()
             if calls.error is not None:
                 raise EngineError(
                     f"the loss failed: {calls.error}", rank=0, phase="forward_backward"
@@ -194,7 +194,7 @@ class LocalEngine:
             scaled = logits / batch.temperatures_BT[row, start + 1 : end, None].to(self._dtype)
             log_p = torch.log_softmax(scaled, dim=-1)
             logprobs_BT[row, start + 1 : end] = log_p.gather(-1, ids[1:, None]).squeeze(-1)
-            entropies_BT[row, start + 1 : end] = -(log_p.exp() * log_p).sum(-1).detach()
+            entropies_BT[row, start + 1 : end] = -(log_p.exp() * log_p).sum(-1)
         # A row of padding has no document; the sum stays connected to the parameters.
         if not logprobs_BT.requires_grad and torch.is_grad_enabled():
             logprobs_BT = logprobs_BT + 0.0 * next(self._model.parameters()).sum()

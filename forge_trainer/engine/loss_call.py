@@ -6,13 +6,16 @@ rank goes on with a loss of zero, and the error is told to all ranks after the l
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import traceback
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from forge_trainer.functional.losses import logprob_gap
+from forge_trainer.functional.objective import Objective
+from forge_trainer.functional.tokens import logprob_gap
 from forge_trainer.metrics import Mean, Metric, Metrics, as_floats, merge_metrics
 from forge_trainer.protocols import EngineForwardBackward
 from forge_trainer.types import LossFn, LossOutput, TrainBatch
@@ -25,18 +28,24 @@ class LossCalls:
 
     def __init__(self, loss_fn: LossFn, batches: Sequence[TrainBatch]) -> None:
         self._loss_fn = loss_fn
+        self._num_batches = max(1, len(batches))
         self._logprobs: list[Tensor] = []
         self._totals: list[Tensor] = []
         self._metrics: list[Metrics] = []
         self.counts = sum((count_targets(batch) for batch in batches), Counts())
         self.error: str | None = None
 
-    def __call__(self, logprobs_BT: Tensor, batch: TrainBatch) -> Tensor:
+    def __call__(
+        self, logprobs_BT: Tensor, entropies_BT: Tensor | None, batch: TrainBatch
+    ) -> Tensor:
         """The loss sum to run backward on; zero, but connected, once a loss has failed."""
         self._logprobs.append(logprobs_BT.detach())
         if self.error is None:
             try:
-                output = _checked(self._loss_fn(logprobs_BT, batch))
+                with_entropy = dataclasses.replace(batch, entropies_BT=entropies_BT)
+                output = _checked(self._loss_fn(logprobs_BT, with_entropy))
+                if not self._totals and not isinstance(self._loss_fn, Objective):
+                    _require_sum(self._loss_fn, logprobs_BT, with_entropy, output)
             except Exception as error:
                 self.error = "".join(traceback.format_exception(error, limit=-3)).strip()
             else:
@@ -48,7 +57,10 @@ class LossCalls:
 
     def result(self, *, return_logprobs: bool) -> EngineForwardBackward:
         """This rank's share; waits for the device."""
-        kept = self._logprobs if return_logprobs else []
+        # A pipeline calls the loss on some rows at a time, the same number of times per batch.
+        calls = max(1, len(self._logprobs) // self._num_batches)
+        starts = range(0, len(self._logprobs) if return_logprobs else 0, calls)
+        kept = [torch.cat(self._logprobs[start : start + calls]) for start in starts]
         loss_sum = float(torch.stack(self._totals).sum()) if self._totals else 0.0
         metrics = merge_metrics(as_floats(metrics) for metrics in self._metrics)
         metrics["loss/mean"] = Mean(loss_sum, self.counts.tokens)
@@ -58,6 +70,33 @@ class LossCalls:
             num_sequences=self.counts.sequences,
             metrics=metrics,
             logprobs_BT=[logprobs_BT.float().cpu() for logprobs_BT in kept],
+        )
+
+
+@torch.no_grad()
+def _require_sum(
+    loss_fn: LossFn, logprobs_BT: Tensor, batch: TrainBatch, output: LossOutput
+) -> None:
+    """Raises ValueError for a mean, and for what is not a number.
+
+    A sum over two copies of a batch is twice the sum over one; a mean stays as it is.
+    """
+    once = float(output.total.detach())
+    if not math.isfinite(once):
+        raise ValueError(f"LossOutput.total is {once} for log-probs and fields that are finite")
+    rows = torch.arange(len(logprobs_BT), device=logprobs_BT.device).repeat(2)
+    both = batch.select_rows(rows)
+    second = torch.arange(len(rows), device=rows.device)[:, None] >= len(logprobs_BT)
+    offset = int(batch.document_ids_BT.max()) + 1
+    ids_BT = both.document_ids_BT
+    both = dataclasses.replace(
+        both, document_ids_BT=torch.where(second & (ids_BT >= 0), ids_BT + offset, ids_BT)
+    )
+    twice = float(loss_fn(logprobs_BT.detach()[rows], both).total)
+    if abs(twice - 2 * once) > 1e-3 * max(abs(twice), 2 * abs(once)):
+        raise ValueError(
+            f"LossOutput.total must be a sum over tokens: it is {once:g} for a batch and {twice:g} "
+            "for two copies of it. Return the sum; optim_step(normalize=...) divides"
         )
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import DataError, NonFiniteError
 from forge_trainer.metrics import Last, Metric
 from forge_trainer.types import Normalize, OptimParams, OptimStepResult, TrainBatch
@@ -67,23 +68,21 @@ class Updater:
 
     def __init__(
         self,
+        config: TrainerConfig,
         *,
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[LRScheduler],
-        schedule_steps: int | None,
         reduce_counts: Callable[[Counts], Counts],
-        max_grad_norm: float,
-        on_non_finite: Literal["raise", "skip"],
+        sum_over_ranks: Callable[[Tensor], Tensor],
         rank: int,
     ) -> None:
+        self._config = config
         self._optimizers = optimizers
         for optimizer in optimizers:
             allocate_state(optimizer)
         self._schedulers = schedulers
-        self._schedule_steps = schedule_steps
         self._reduce_counts = reduce_counts
-        self._max_grad_norm = max_grad_norm
-        self._on_non_finite = on_non_finite
+        self._sum_over_ranks = sum_over_ranks
         self._rank = rank
         self.step = 0
         self.skipped_steps = 0
@@ -110,10 +109,10 @@ class Updater:
         params = params or OptimParams()
         count = self._divisor(normalize)
         grads = [p.grad for p in self._parameters() if p.grad is not None]
-        norm = _total_norm(grads) / count
+        norm = total_norm(grads, self._sum_over_ranks) / count
         if not math.isfinite(norm):
             return self._refuse_non_finite(norm)
-        max_norm = self._max_grad_norm if params.max_grad_norm is None else params.max_grad_norm
+        max_norm = params.max_grad_norm or self._config.optimizer.max_grad_norm
         clip = min(1.0, max_norm / norm) if norm > 0 else 1.0
         torch._foreach_mul_([_local(grad) for grad in grads], clip / count)
         with self._overridden(params):
@@ -121,7 +120,8 @@ class Updater:
             for optimizer in self._optimizers:
                 optimizer.step()
         self.step += 1
-        if self._schedule_steps is None or self.step <= self._schedule_steps:
+        last = self._config.lr_schedule.total_steps
+        if last is None or self.step <= last:
             for scheduler in self._schedulers:
                 scheduler.step()
         self.clear()
@@ -144,7 +144,7 @@ class Updater:
     def _refuse_non_finite(self, norm: float) -> OptimStepResult:
         learning_rate = float(self._optimizers[0].param_groups[0]["lr"])
         self.clear()
-        if self._on_non_finite == "raise":
+        if self._config.on_non_finite == "raise":
             raise NonFiniteError(
                 f"the gradient norm is {norm}; parameters are untouched, the gradient is dropped",
                 rank=self._rank,
@@ -187,11 +187,24 @@ class Updater:
                 group.update(values)
 
 
-def _total_norm(grads: Sequence[Tensor]) -> float:
-    norm = torch.nn.utils.get_total_norm(list(grads), norm_type=2.0)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    return float(norm)
+def total_norm(grads: Sequence[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
+    """L2 norm of the whole gradient, of which every rank of the world holds some rectangles.
+
+    A rectangle that several ranks hold counts once: each contributes its share.
+    """
+    if not grads:
+        return math.sqrt(float(sum_over_ranks(torch.zeros((), dtype=torch.float64))))
+    norms = torch.stack(torch._foreach_norm([_local(grad) for grad in grads])).double()
+    shares = torch.tensor([1.0 / _num_copies(grad) for grad in grads], dtype=torch.float64)
+    return math.sqrt(float(sum_over_ranks((norms.square() * shares.to(norms.device)).sum())))
+
+
+def _num_copies(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh, placements = tensor.device_mesh, tensor.placements
+    assert not any(placement.is_partial() for placement in placements), placements
+    return math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
 
 
 def _local(tensor: Tensor) -> Tensor:

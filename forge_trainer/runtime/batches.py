@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from forge_trainer.config.schema import PackingConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.functional.packing import (
     PackedCall,
     PackingPlan,
@@ -27,16 +28,17 @@ class BatchDealer:
     """Knows which rank gets which microbatches, and whose answers count."""
 
     def __init__(
-        self, ranks: RankCalls, facts: Sequence[EngineFacts], packing: PackingConfig
+        self, ranks: RankCalls, facts: Sequence[EngineFacts], trainer: TrainerConfig
     ) -> None:
         self._ranks = ranks
         self._facts = facts
         on_gpu = facts[0].device.startswith("cuda")
         self._plan = PackingPlan(
-            max_row_tokens=packing.max_row_tokens,
-            rows_per_microbatch=packing.rows_per_microbatch,
-            pack=packing.enabled,
-            pad_multiple=GPU_FLEX_BLOCK if on_gpu else 1,
+            max_row_tokens=trainer.packing.max_row_tokens,
+            rows_per_microbatch=trainer.packing.rows_per_microbatch,
+            pack=trainer.packing.enabled,
+            pad_multiple=math.lcm(GPU_FLEX_BLOCK if on_gpu else 1, trainer.parallel.tensor),
+            row_multiple=trainer.parallel.num_pipeline_microbatches,
         )
 
     def pack(self, sequences: Sequence[TrainSequence], required: Sequence[str] = ()) -> PackedCall:
@@ -60,8 +62,9 @@ class BatchDealer:
         return self.one_per_dp_rank(await self._ranks.call(method, own))
 
     def one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
-        """Ranks that differ only in other axes saw the same tokens; the first of each counts."""
-        first = {fact.dp_rank: i for i, fact in reversed(list(enumerate(self._facts)))}
+        """Of the ranks that saw the same tokens, the first one where the model ends counts."""
+        ends = [(i, fact) for i, fact in enumerate(self._facts) if fact.has_outputs]
+        first = {fact.dp_rank: i for i, fact in reversed(ends)}
         return [by_rank[first[dp_rank]] for dp_rank in range(self._facts[0].dp_size)]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig, TrainerConfig
+from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine.checkpoint import newest_checkpoint
 from forge_trainer.engine.titan.support import refuse_unsupported
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.losses import make_loss, required_fields
+from forge_trainer.functional.objective import make_loss, required_fields
 from forge_trainer.hf import (
     ModelFacts,
     largest_token_id,
@@ -88,12 +89,16 @@ def check_trainer_fits_model(trainer: TrainerConfig, facts: ModelFacts) -> None:
                 f"trainer.parallel.tensor: {tensor} does not divide the model's {heads} "
                 f"{name} heads"
             )
-    for axis in ("tensor", "pipeline"):
-        if getattr(trainer.parallel, axis) > 1:
-            raise ConfigError(
-                f"trainer.parallel.{axis}: only 1 is supported so far, got "
-                f"{getattr(trainer.parallel, axis)}"
-            )
+    stages = trainer.parallel.pipeline
+    if stages > facts.num_layers:
+        raise ConfigError(
+            f"trainer.parallel.pipeline: {stages} stages for the model's {facts.num_layers} layers"
+        )
+    if stages > 1 and facts.tie_embeddings:
+        raise ConfigError(
+            f"trainer.parallel.pipeline: {stages}, but the model ties its embeddings "
+            "(tie_word_embeddings), which would lie on two stages; TorchTitan cannot do that"
+        )
     longest = trainer.max_sequence_tokens
     if longest is not None and longest > facts.max_sequence_tokens:
         raise ConfigError(

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_trainer.config.schema import TrainerConfig, WeightsConfig
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.protocols import WeightStore
 from forge_trainer.types import World
 from forge_trainer.weights.memory import MemoryWeightStore

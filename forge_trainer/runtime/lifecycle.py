@@ -18,7 +18,8 @@ from monarch.actor import ProcMesh
 
 from forge_trainer.actors.generator import TransformersGeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
-from forge_trainer.config.schema import GeneratorConfig, TrainerConfig, WeightsConfig
+from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.config.trainer import TrainerConfig
 
 from .checks import check_generator, check_trainer
 from .handles import GeneratorHandle, MeshRanks

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
-from forge_trainer.config.schema import TrainerConfig, WeightsConfig
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine.checkpoint import find_checkpoint, step_name
 from forge_trainer.errors import CheckpointError, DataError, ForgeTrainerError, WorkerLostError
-from forge_trainer.functional.losses import make_loss, required_fields
+from forge_trainer.functional.objective import make_loss, required_fields
 from forge_trainer.functional.packing import PackedCall
 from forge_trainer.protocols import EngineFacts, EngineForwardBackward
 from forge_trainer.status import TrainerFacts, TrainerStatus
@@ -76,7 +77,7 @@ class TrainerHandle:
     async def _set_up(self) -> None:
         facts: list[EngineFacts] = await self._call_all("setup")
         self._facts = facts[0]
-        self._batches = BatchDealer(self._ranks, facts, self._setup.trainer.packing)
+        self._batches = BatchDealer(self._ranks, facts, self._setup.trainer)
         await self._publisher.start()
 
     async def forward(

@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from forge_trainer.config.schema import (
-    GeneratorConfig,
-    OptimizerConfig,
-    PackingConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
 from forge_trainer.runtime.handles import GeneratorHandle
 from forge_trainer.runtime.lifecycle import running_services
 from forge_trainer.runtime.trainer import TrainerHandle

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.errors import CheckpointError, DataError, EngineError, WeightsError
-from forge_trainer.functional.losses import make_loss
+from forge_trainer.functional.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import load_causal_lm
 from forge_trainer.runtime.handles import MeshRanks

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_trainer.config.schema import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.engine.titan.engine import TitanEngine
-from forge_trainer.functional.losses import make_loss
+from forge_trainer.functional.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.runtime.batches import GPU_FLEX_BLOCK
 from tests.data import random_sequences

@@ -10,7 +10,8 @@ import pytest
 
 from apps.grpo.main import main
 from forge_trainer.config.load import dump_config, load_config
-from forge_trainer.config.schema import AlgorithmConfig, GrpoConfig, TrainerConfig
+from forge_trainer.config.schema import AlgorithmConfig, GrpoConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.hf import find_model_dir, read_model_facts
 from forge_trainer.runtime.checks import (
@@ -170,8 +171,8 @@ def test_a_refused_config_leaves_the_earlier_run_as_it_was(
     for name in ("run_config.yaml", "metrics.jsonl", "model/config.json"):
         (folder / name).write_text("{}")
     given = ["--config", str(config_file), "--run.folder", str(folder), "--overwrite"]
-    assert main([*given, "--algorithm.loss_options", '{"clip_hi": 1}']) == 2
-    assert "has no option ['clip_hi']" in capsys.readouterr().err
+    assert main([*given, "--algorithm.loss_options", '{"ratio_hi": 1}']) == 2
+    assert "has no option ['ratio_hi']" in capsys.readouterr().err
     assert main([*given, "--generator.max_prompt_tokens", "250"]) == 2
     assert main([*given, "--task.reward", "os:path"]) == 2
     assert "not a function" in capsys.readouterr().err
@@ -200,8 +201,8 @@ def test_a_model_inside_the_folder_to_be_emptied_is_kept(
     ("options", "message"),
     [
         ({"kl_coef": 0.1}, "needs a reference model"),
-        ({"clip_low": -3.0}, "clip_low is -3.0"),
-        ({"clip_low": "wide"}, "clip_low is 'wide'"),
+        ({"ratio_low": -3.0}, "ratio_low is -3.0"),
+        ({"ratio_low": "wide"}, "ratio_low is 'wide'"),
     ],
 )
 def test_loss_options_are_checked_before_anything_starts(
@@ -213,9 +214,13 @@ def test_loss_options_are_checked_before_anything_starts(
 
 def test_the_layout_must_fit_the_model(tiny_qwen3: Path) -> None:
     facts = read_model_facts(tiny_qwen3)
-    for tensor, message in ((4, "4 does not divide the model's 2 key-value heads"), (2, "only 1")):
-        trainer = TrainerConfig.model_validate({"num_ranks": 4, "parallel": {"tensor": tensor}})
-        with pytest.raises(ConfigError, match=f"trainer.parallel.tensor: {message}"):
+    for parallel, message in (
+        ({"tensor": 4}, "tensor: 4 does not divide the model's 2 key-value heads"),
+        ({"pipeline": 4}, "pipeline: 4 stages for the model's 2 layers"),
+        ({"pipeline": 2}, "pipeline: 2, but the model ties its embeddings"),
+    ):
+        trainer = TrainerConfig.model_validate({"num_ranks": 4, "parallel": parallel})
+        with pytest.raises(ConfigError, match=f"trainer.parallel.{message}"):
             check_trainer_fits_model(trainer, facts)
     with pytest.raises(ConfigError, match="max_sequence_tokens: 65 exceeds .*=64"):
         check_trainer_fits_model(TrainerConfig(max_sequence_tokens=65), facts)

@@ -14,13 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_trainer.config.schema import (
-    GeneratorConfig,
-    OptimizerConfig,
-    PackingConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
 from forge_trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -30,6 +25,7 @@ from forge_trainer.errors import (
     NonFiniteError,
     WeightsError,
 )
+from forge_trainer.functional.tokens import document_means
 from forge_trainer.generation.transformers import TransformersGenerator
 from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.runtime.trainer import TrainerHandle
@@ -228,13 +224,51 @@ def test_a_users_loss_that_fails_says_so_and_the_trainer_goes_on(bench: Bench) -
     assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
 
 
-def test_a_loss_of_nan_is_refused_at_the_step(bench: Bench) -> None:
-    def nan(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
-        return LossOutput(total=(logprobs_BT * math.nan).sum())
+def _nan(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=(logprobs_BT * math.nan).sum())
 
-    bench.run(bench.trainer.forward_backward(GOOD, loss=nan))
-    with pytest.raises(NonFiniteError):
+
+def _mean(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=-logprobs_BT[batch.loss_mask_BT].mean())
+
+
+def _per_token(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=-logprobs_BT)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (_nan, "total is nan"),
+        (_mean, "must be a sum over tokens: it is .* and .* for two copies"),
+        (_per_token, "must be a 0-dim tensor"),
+    ],
+)
+def test_a_users_loss_must_be_a_finite_sum(bench: Bench, loss: Any, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        bench.run(bench.trainer.forward_backward(GOOD, loss=loss))
+    assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def _mean_over_sequences_of_means(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    """A sum over documents of each document's mean is a sum, too."""
+    means_BT = document_means(logprobs_BT, batch)
+    counts_BT = document_means(torch.ones_like(logprobs_BT), batch)
+    return LossOutput(total=-(means_BT * counts_BT)[batch.loss_mask_BT].sum())
+
+
+def test_a_users_loss_may_look_at_whole_documents(bench: Bench) -> None:
+    result = bench.run(bench.trainer.train_step(GOOD, loss=_mean_over_sequences_of_means))
+    assert result.optim.step == 1
+
+
+def test_a_gradient_that_overflows_is_refused_at_the_step(bench: Bench) -> None:
+    huge = [dataclasses.replace(s, advantages=[3e38] * len(s)) for s in GOOD]
+    before = bench.run(bench.trainer.forward(GOOD)).logprobs
+    bench.run(bench.trainer.forward_backward(huge, loss="reinforce"))
+    with pytest.raises(NonFiniteError, match="parameters are untouched"):
         bench.run(bench.trainer.optim_step())
+    assert bench.run(bench.trainer.forward(GOOD)).logprobs == before
     assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
 
 
@@ -395,7 +429,7 @@ def test_config_tells_the_static_facts(bench: Bench, tiny_qwen3: Path) -> None:
     facts = bench.run(bench.trainer.get_config())
     assert (facts.model_type, facts.vocab_size, facts.max_sequence_tokens) == ("qwen3", 260, 64)
     assert facts.model_path == str(tiny_qwen3)
-    assert [rank.coordinates for rank in facts.ranks] == [{"dp": 0}]
+    assert [rank.coordinates for rank in facts.ranks] == [{"dp": 0, "tp": 0, "pp": 0}]
     assert facts.library_versions["torchtitan"] == "0.3.0"
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
-from forge_trainer.config.schema import TrainerConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
+from forge_trainer.functional.objective import needs_entropy
 from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
 from forge_trainer.protocols import (
     EngineFacts,
@@ -37,9 +38,10 @@ from forge_trainer.types import (
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..loss_call import LossCalls
 from ..update import Counts, Updater
-from .attention import attention_masks, inner_attention_config
+from .attention import inner_attention_config
 from .model import build_model_spec
 from .parallel import build_model, build_parallel_dims, load_hf_weights
+from .passes import ModelPass, PipelinePass, WholePass
 from .platform import join_process_group, select_device
 from .weights import hf_pieces
 
@@ -68,14 +70,22 @@ class TitanEngine:
             inner_attention=inner_attention_config(self._device),
         )
         self._parallel_dims = build_parallel_dims(config)
-        self._model = build_model(spec, config, self._parallel_dims, self._device)
+        pipeline = PipelinePass(num_stages=config.parallel.pipeline, stage=self._coordinate("pp"))
+        self._built = build_model(
+            spec, config, self._parallel_dims, self._device, pipeline.on_last_stage
+        )
+        self._model = self._built.part
+        self._pass: ModelPass = WholePass(self._built)
+        if self._built.schedule is not None:
+            pipeline.connect(self._built)
+            self._pass = pipeline
         assert spec.state_dict_adapter is not None
         self._adapter = spec.state_dict_adapter(spec.model, None)
-        load_hf_weights(self._model, self._adapter, self._model_dir)
+        load_hf_weights(self._built, self._adapter, self._model_dir)
         self._build_optimizer()
 
     def _build_optimizer(self) -> None:
-        config, optimizer, schedule = self._config, self._config.optimizer, self._config.lr_schedule
+        optimizer, schedule = self._config.optimizer, self._config.lr_schedule
         adamw = default_adamw(
             lr=optimizer.lr,
             betas=optimizer.betas,
@@ -92,12 +102,11 @@ class TitanEngine:
             min_lr_factor=schedule.min_lr_factor,
         ).build(optimizers=self._optimizers, training_steps=total_steps)
         self._updater = Updater(
+            self._config,
             optimizers=list(self._optimizers),
             schedulers=list(self._schedulers),
-            schedule_steps=schedule.total_steps,
             reduce_counts=self._reduce_counts,
-            max_grad_norm=optimizer.max_grad_norm,
-            on_non_finite=config.on_non_finite,
+            sum_over_ranks=self._sum_over_ranks,
             rank=self._world.rank,
         )
 
@@ -112,28 +121,35 @@ class TitanEngine:
 
     def facts(self) -> EngineFacts:
         facts = read_model_facts(self._model_dir)
-        dp_mesh = self._parallel_dims.get_optional_mesh("batch")
-        dp_rank = dp_mesh.get_local_rank() if dp_mesh is not None else 0
+        dp_rank = self._coordinate("batch")
+        coordinates = {"dp": dp_rank, "tp": self._coordinate("tp"), "pp": self._coordinate("pp")}
         return EngineFacts(
             model_type=facts.model_type,
             vocab_size=facts.vocab_size,
             max_sequence_tokens=self._max_sequence_tokens,
-            num_parameters=sum(p.numel() for p in self._model.parameters()),
+            num_parameters=self._built.num_parameters,
             dp_rank=dp_rank,
             dp_size=self._config.dp_size,
-            coordinates={"dp": dp_rank},
+            coordinates=coordinates,
+            has_outputs=self._built.has_lm_head,
             device=str(self._device),
         )
+
+    def _coordinate(self, axis: str) -> int:
+        mesh = self._parallel_dims.get_optional_mesh(axis)
+        return 0 if mesh is None else int(mesh.get_local_rank())
 
     @torch.no_grad()
     def forward(
         self, batches: Sequence[TrainBatch], *, with_entropy: bool = False
     ) -> list[MicrobatchOutput]:
         outputs = []
-        for batch in batches:
-            logprobs_BT, entropies_BT = self._token_logprobs(batch.to(self._device), with_entropy)
-            entropies = None if entropies_BT is None else entropies_BT.cpu()
-            outputs.append(MicrobatchOutput(logprobs_BT.cpu(), entropies))
+        for batch in (batch.to(self._device) for batch in batches):
+            values = self._pass.forward(batch, with_entropy=with_entropy)
+            if values is not None:
+                logprobs_BT, entropies_BT = values
+                entropies = None if entropies_BT is None else entropies_BT.cpu()
+                outputs.append(MicrobatchOutput(logprobs_BT.cpu(), entropies))
         return outputs
 
     def forward_backward(
@@ -142,8 +158,7 @@ class TitanEngine:
         calls = LossCalls(loss_fn, batches)
         try:
             for batch in (batch.to(self._device) for batch in batches):
-                logprobs_BT, _ = self._token_logprobs(batch)
-                calls(logprobs_BT, batch).backward()
+                self._pass.forward_backward(batch, calls, with_entropy=needs_entropy(loss_fn))
             failed_rank, cause = self._first_error(calls.error)
             if cause is not None:
                 raise EngineError(
@@ -188,23 +203,6 @@ class TitanEngine:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _token_logprobs(
-        self, batch: TrainBatch, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        hidden_BTH = self._model(
-            batch.token_ids_BT,
-            positions=batch.positions_BT,
-            attention_masks=attention_masks(self._model, batch.positions_BT),
-        )
-        outputs: tuple[Tensor, Tensor | None] = self._model.lm_head(
-            hidden_BTH,
-            batch.token_ids_BT,
-            batch.document_ids_BT,
-            batch.temperatures_BT,
-            with_entropy,
-        )
-        return outputs
-
     def _training_state(self) -> dict[str, Any]:
         """Everything a resumed run needs; its tensors are the live ones, filled in place."""
         return {
@@ -222,6 +220,10 @@ class TitanEngine:
         dist.all_reduce(total, group=mesh.get_group())
         sequences, tokens = total.tolist()
         return Counts(int(sequences), int(tokens))
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value)
+        return value
 
     def _first_error(self, own: str | None) -> tuple[int, str | None]:
         """The lowest rank with an error and its text, the same on all ranks."""

@@ -1,0 +1,77 @@
+"""A pool of plain processes that run a function as the ranks of a group, one group after another.
+
+Importing torch and TorchTitan takes most of the time of a test over processes, so many tests
+share one pool. Every task joins a process group of its own and leaves it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch.multiprocessing as mp
+
+
+class RankPool:
+    """`size` processes; use as a context manager."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> RankPool:
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.send_bytes(cloudpickle.dumps(None))
+        for process in self._processes:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(rank, *args)` on the first `size` processes as one world; results by rank."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for pipe in self._pipes[:size]:
+            pipe.send_bytes(cloudpickle.dumps((function, args, size, port)))
+        answers = [pipe.recv() for pipe in self._pipes[:size]]
+        for rank, (result, error) in enumerate(answers):
+            if error is not None:
+                raise AssertionError(f"rank {rank}: {error}\n(result {result})")
+        return [result for result, _ in answers]
+
+
+def _serve(pipe: Connection, rank: int) -> None:
+    import os
+    import traceback
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (task := cloudpickle.loads(pipe.recv_bytes())) is not None:
+        function, args, size, port = task
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size)
+        )
+        try:
+            pipe.send((function(rank, *args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
