@@ -17,6 +17,7 @@ from torch import Tensor
 from forge_trainer.metrics import Metric
 from forge_trainer.status import GeneratorStatus, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
+    CheckpointFormat,
     CheckpointInfo,
     Completion,
     ForwardBackwardResult,
@@ -26,6 +27,7 @@ from forge_trainer.types import (
     OptimParams,
     OptimStepResult,
     SamplingParams,
+    SaveRequest,
     TrainBatch,
     TrainSequence,
     TrainStepResult,
@@ -113,7 +115,7 @@ class Engine(Protocol):
 
     def clear_gradients(self) -> None: ...
 
-    def save(self, path: str) -> CheckpointInfo: ...
+    def save(self, request: SaveRequest) -> CheckpointInfo: ...
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo: ...
 
@@ -218,7 +220,14 @@ class Trainer(Protocol):
 
     async def clear_gradients(self) -> None: ...
 
-    async def save(self, name: str | None = None, *, path: str | None = None) -> CheckpointInfo: ...
+    async def save(
+        self,
+        name: str | None = None,
+        *,
+        path: str | None = None,
+        weights_only: bool = False,
+        format: CheckpointFormat = "dcp",
+    ) -> CheckpointInfo: ...
 
     async def load(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 from forge_trainer.errors import DataError
 from forge_trainer.metrics import Metric
 
+CheckpointFormat = Literal["dcp", "hf"]
 Normalize = Literal["tokens", "sequences", "none"]
 
 PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_weights")
@@ -219,13 +220,25 @@ class TrainStepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What a checkpoint is to hold."""
+
+    path: str
+    weights_only: bool = False
+    """Without optimizer, schedule and random state."""
+    format: CheckpointFormat = "dcp"
+    """`hf` is a Hugging Face directory, which holds weights only."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """What was really written or loaded."""
 
     path: str
     step: int
-    format: Literal["dcp"]
+    format: CheckpointFormat
     complete: bool
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -43,6 +43,7 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
+    SaveRequest,
     TrainBatch,
     WeightsVersion,
     World,
@@ -113,8 +114,8 @@ class Worker:
     async def clear_gradients(self) -> None:
         await self._run("clear_gradients", self._engine.clear_gradients)
 
-    async def save(self, path: str) -> CheckpointInfo:
-        return await self._run("save", lambda: self._engine.save(path))
+    async def save(self, request: SaveRequest) -> CheckpointInfo:
+        return await self._run("save", lambda: self._engine.save(request))
 
     async def load(self, path: str, weights_only: bool) -> CheckpointInfo:
         return await self._run("load", lambda: self._engine.load(path, weights_only=weights_only))

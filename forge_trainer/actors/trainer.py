@@ -26,6 +26,7 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
+    SaveRequest,
     TrainBatch,
     WeightsVersion,
     World,
@@ -108,9 +109,9 @@ class TitanTrainer(Actor):
         await self._worker.clear_gradients()
 
     @concurrent_endpoint
-    async def save(self, ticket: CallTicket, path: str) -> CheckpointInfo:
+    async def save(self, ticket: CallTicket, request: SaveRequest) -> CheckpointInfo:
         self._take_turn(ticket)
-        return await self._worker.save(path)
+        return await self._worker.save(request)
 
     @concurrent_endpoint
     async def load(self, ticket: CallTicket, path: str, weights_only: bool) -> CheckpointInfo:

@@ -111,6 +111,8 @@ class TrainerConfig(Section):
     """Where `save(name)` writes; None is `checkpoints` in the run folder."""
     checkpoint_interval: Annotated[int, Field(ge=0)] = 0
     """Save every so many steps; 0 never."""
+    keep_checkpoints: PositiveInt | None = None
+    """Of the checkpoints named by step, the newest that stay; None keeps all."""
 
     @property
     def dp_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Full training state through torch.distributed.checkpoint (DCP), with a marker written last.
+"""Checkpoint folders: full state or weights through DCP, or Hugging Face; a marker written last.
 
 A folder without the marker is incomplete and never loaded. Saving goes to a temporary folder
 that is renamed, so a fault while saving leaves the earlier checkpoint as it was.
@@ -22,7 +22,7 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_trainer.errors import CheckpointError
-from forge_trainer.types import CheckpointInfo
+from forge_trainer.types import CheckpointInfo, SaveRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,17 @@ MARKER = "forge_trainer.json"
 T = TypeVar("T")
 
 
-def save_checkpoint(state: dict[str, Any], path: Path, step: int) -> CheckpointInfo:
-    """Write `state` to the folder `path`; called by every rank.
+def save_checkpoint(
+    request: SaveRequest, step: int, write: Callable[[Path], None]
+) -> CheckpointInfo:
+    """Let `write` fill a folder, then hash it, mark it complete and rename it; on every rank.
 
     Raises:
         CheckpointError: the folder exists already, or cannot be written. On all ranks alike.
     """
+    path = Path(request.path)
     partial = path.with_name(path.name + ".partial")
+    weights_only = request.weights_only or request.format == "hf"
 
     def prepare() -> None:
         if path.exists():
@@ -49,17 +53,18 @@ def save_checkpoint(state: dict[str, Any], path: Path, step: int) -> CheckpointI
 
     def commit() -> None:
         files = {file.name: _hash(file) for file in sorted(partial.iterdir())}
-        (partial / MARKER).write_text(json.dumps({"step": step, "xxh3_128": files}, indent=1))
+        facts = {"step": step, "format": request.format, "weights_only": weights_only}
+        (partial / MARKER).write_text(json.dumps({**facts, "xxh3_128": files}, indent=1))
         os.replace(partial, path)
 
     with _as_checkpoint_error(f"cannot write {path}"):
-        _on_first_rank(prepare)
-        dcp.save(state, checkpoint_id=partial)
-        _on_first_rank(commit)
-    return CheckpointInfo(path=str(path), step=step, format="dcp", complete=True)
+        on_first_rank(prepare)
+        write(partial)
+        on_first_rank(commit)
+    return CheckpointInfo(str(path), step, request.format, complete=True, weights_only=weights_only)
 
 
-def load_checkpoint(state: dict[str, Any], path: Path) -> CheckpointInfo:
+def load_checkpoint(state: dict[str, Any], path: Path, *, weights_only: bool) -> CheckpointInfo:
     """Fill the tensors of `state` from the folder `path`; called by every rank.
 
     Every file is compared with its hash before a tensor is touched.
@@ -68,13 +73,36 @@ def load_checkpoint(state: dict[str, Any], path: Path) -> CheckpointInfo:
         CheckpointError: missing, incomplete, damaged, or made by another model. On all ranks alike.
     """
     with _as_checkpoint_error(f"cannot load {path}"):
-        step = _on_first_rank(lambda: verify_checkpoint(path))
+        marker = on_first_rank(lambda: verify_checkpoint(path))
+        if marker["format"] != "dcp":
+            raise CheckpointError(
+                f"{path} is a Hugging Face directory; start a trainer from it with model.path"
+            )
+        if marker["weights_only"] and not weights_only:
+            raise CheckpointError(f"{path} holds weights only; load it with weights_only=True")
         dcp.load(state, checkpoint_id=path)
-    return CheckpointInfo(path=str(path), step=step, format="dcp", complete=True)
+    return CheckpointInfo(
+        str(path), int(marker["step"]), "dcp", complete=True, weights_only=weights_only
+    )
 
 
-def verify_checkpoint(path: Path) -> int:
-    """The step of the checkpoint at `path`, all of whose files are as they were written.
+def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
+    """Delete all but the `keep` newest complete ones of those named by step; what was deleted.
+
+    Checkpoints that were given a name stay, and so does everything that is not complete.
+    """
+    steps = complete_checkpoints(folder)
+    named_by_step = [path for path in steps if path.name == step_name(steps[path])]
+    oldest_first = sorted(named_by_step, key=lambda path: steps[path])
+    for path in oldest_first[:-keep]:
+        # Without its marker it is incomplete, so that a crash in here leaves nothing half-loadable.
+        (path / MARKER).unlink()
+        shutil.rmtree(path)
+    return oldest_first[:-keep]
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """The marker of the checkpoint at `path`, all of whose files are as they were written.
 
     Raises:
         CheckpointError: names the file that is missing or has changed.
@@ -86,16 +114,7 @@ def verify_checkpoint(path: Path) -> int:
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
         if _hash(file) != wanted:
             raise CheckpointError(f"checkpoint {path}: {name} is damaged, its hash differs")
-    return int(marker["step"])
-
-
-def read_step(path: Path) -> int:
-    """The step of a complete checkpoint.
-
-    Raises:
-        CheckpointError: there is none at `path`.
-    """
-    return int(_read_marker(path)["step"])
+    return marker
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
@@ -105,7 +124,12 @@ def _read_marker(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} {why}")
     try:
         values: dict[str, Any] = json.loads(marker.read_text())
-        return {"step": int(values["step"]), "xxh3_128": dict(values["xxh3_128"])}
+        return {
+            "step": int(values["step"]),
+            "format": str(values["format"]),
+            "weights_only": bool(values["weights_only"]),
+            "xxh3_128": dict(values["xxh3_128"]),
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path}: {MARKER} is damaged: {error!r}") from error
 
@@ -139,17 +163,26 @@ def find_checkpoint(
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint in `folder` with the highest step; None if there is none.
+    """The complete checkpoint of full state in `folder` with the highest step, if there is one."""
+    complete = complete_checkpoints(folder)
+    return max(complete, key=lambda path: complete[path], default=None)
+
+
+def complete_checkpoints(folder: Path) -> dict[Path, int]:
+    """The complete checkpoints of full state in `folder`, with their steps.
 
     Folders that are not complete are skipped with a warning that names them.
     """
-    complete: dict[Path, int] = {}
+    found: dict[Path, int] = {}
     for path in sorted(path for path in folder.glob("*") if path.is_dir()):
         try:
-            complete[path] = read_step(path)
+            marker = _read_marker(path)
         except CheckpointError as error:
             logger.warning("skipped: %s", error)
-    return max(complete, key=lambda path: complete[path], default=None)
+            continue
+        if not marker["weights_only"]:
+            found[path] = int(marker["step"])
+    return found
 
 
 def _hash(file: Path) -> str:
@@ -174,7 +207,7 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _on_first_rank(work: Callable[[], T]) -> T:
+def on_first_rank(work: Callable[[], T]) -> T:
     """What `work` returns or raises on rank 0, on every rank; the others wait for it."""
     if not dist.is_initialized():
         return work()

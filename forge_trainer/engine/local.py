@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
@@ -36,10 +37,12 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
+    SaveRequest,
     TrainBatch,
 )
 
 from .checkpoint import load_checkpoint, save_checkpoint
+from .export import HfWriter, copy_model_files
 from .loss_call import LossCalls
 from .update import Updater
 
@@ -151,14 +154,22 @@ class LocalEngine:
     def clear_gradients(self) -> None:
         self._updater.clear()
 
-    def save(self, path: str) -> CheckpointInfo:
-        return save_checkpoint(self._training_state(), Path(path), self.step)
+    def save(self, request: SaveRequest) -> CheckpointInfo:
+        return save_checkpoint(request, self.step, partial(self._write, request))
+
+    def _write(self, request: SaveRequest, folder: Path) -> None:
+        if request.format == "hf":
+            writer = HfWriter(folder, part="stage0")
+            writer.add(self._model.named_parameters())
+            copy_model_files(self._model_dir, folder)
+            writer.finish()
+        else:
+            state = self._training_state(weights_only=request.weights_only)
+            dcp.save(state, checkpoint_id=folder)
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
-        state = self._training_state()
-        if weights_only:
-            state = {"model": state["model"]}
-        info = load_checkpoint(state, Path(path))
+        state = self._training_state(weights_only=weights_only)
+        info = load_checkpoint(state, Path(path), weights_only=weights_only)
         set_model_state_dict(self._model, state["model"])
         if not weights_only:
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
@@ -176,8 +187,10 @@ class LocalEngine:
     def close(self) -> None:
         """Nothing to free: the process owns everything."""
 
-    def _training_state(self) -> dict[str, Any]:
+    def _training_state(self, *, weights_only: bool = False) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
+        if weights_only:
+            return {"model": model_state}
         return {
             "model": model_state,
             "optimizer": optimizer_state,

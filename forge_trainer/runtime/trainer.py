@@ -8,7 +8,6 @@ knows Monarch: ranks are reached through `RankCalls`, over actors or in this pro
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,14 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.engine.checkpoint import find_checkpoint, step_name
+from forge_trainer.engine.checkpoint import find_checkpoint, prune_checkpoints, step_name
 from forge_trainer.errors import CheckpointError, DataError, ForgeTrainerError, WorkerLostError
 from forge_trainer.functional.objective import make_loss, required_fields
 from forge_trainer.functional.packing import PackedCall
 from forge_trainer.protocols import EngineFacts, EngineForwardBackward
 from forge_trainer.status import TrainerFacts, TrainerStatus
 from forge_trainer.types import (
+    CheckpointFormat,
     CheckpointInfo,
     ForwardBackwardResult,
     ForwardResult,
@@ -30,20 +30,20 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
+    SaveRequest,
     TrainSequence,
     TrainStepResult,
     WeightsRef,
 )
 
 from .batches import BatchDealer, merge_outputs, merge_shares
+from .facts import trainer_facts
 from .publish import WeightsPublisher
 from .ranks import RankCalls, agreed
 from .tasks import to_the_end
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +145,43 @@ class TrainerHandle:
         """Drop accumulated gradients and counts."""
         await self._alone(self._call_all, "clear_gradients")
 
-    async def save(self, name: str | None = None, *, path: str | None = None) -> CheckpointInfo:
-        """Write the full training state to `path`, or as `name` into the checkpoint folder.
+    async def save(
+        self,
+        name: str | None = None,
+        *,
+        path: str | None = None,
+        weights_only: bool = False,
+        format: CheckpointFormat = "dcp",
+    ) -> CheckpointInfo:
+        """Write a checkpoint to `path`, or as `name` into the checkpoint folder.
 
-        Without either, the name is `step-N`.
+        Without either, the name is `step-N`; of those, the newest `keep_checkpoints` stay. `hf` is
+        a float32 Hugging Face directory.
 
         Raises:
             CheckpointError: it exists already, cannot be written, or gradients are accumulated.
         """
         if name is not None and path is not None:
             raise CheckpointError(f"give name or path, not both; got {name!r} and {path!r}")
-        return await self._alone(self._save, name, path)
+        if format not in get_args(CheckpointFormat):
+            raise CheckpointError(f"format is {format!r}; use one of {get_args(CheckpointFormat)}")
+        return await self._alone(self._save, name, path, weights_only, format)
 
-    async def _save(self, name: str | None, path: str | None) -> CheckpointInfo:
+    async def _save(
+        self, name: str | None, path: str | None, weights_only: bool, format: CheckpointFormat
+    ) -> CheckpointInfo:
         status = await self.get_status()
-        if status.accumulated_tokens:
+        if status.accumulated_tokens and not weights_only and format == "dcp":
             raise CheckpointError(
                 "gradients are accumulated and would be lost; call optim_step or "
                 "clear_gradients before save"
             )
-        target = path or self._setup.checkpoint_folder / (name or step_name(self._step))
-        infos: list[CheckpointInfo] = await self._call_all("save", str(target))
+        folder, keep = self._setup.checkpoint_folder, self._setup.trainer.keep_checkpoints
+        target = path or folder / (name or step_name(self._step))
+        request = SaveRequest(str(target), weights_only, format)
+        infos: list[CheckpointInfo] = await self._call_all("save", request)
+        if keep is not None:
+            await asyncio.to_thread(prune_checkpoints, folder, keep)
         return agreed("save", infos)
 
     async def load(
@@ -211,18 +227,7 @@ class TrainerHandle:
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
-        facts = self._facts
-        ranks = [self._ranks.ask(rank, "facts") for rank in range(self._ranks.size)]
-        return TrainerFacts(
-            model_path=str(self._setup.model_dir),
-            model_type=facts.model_type,
-            vocab_size=facts.vocab_size,
-            max_sequence_tokens=facts.max_sequence_tokens,
-            num_parameters=facts.num_parameters,
-            dp_size=facts.dp_size,
-            ranks=list(await asyncio.gather(*ranks)),
-            library_versions={name: importlib.metadata.version(name) for name in LIBRARIES},
-        )
+        return await trainer_facts(self._ranks, self._facts, self._setup.model_dir)
 
     async def get_status(self) -> TrainerStatus:
         """A snapshot that answers at once, also while a step runs."""

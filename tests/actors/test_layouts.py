@@ -28,9 +28,9 @@ from forge_trainer.config.trainer import (
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.functional.objective import LOSSES, make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
-from forge_trainer.hf import create_tiny_model
+from forge_trainer.hf import create_tiny_model, load_causal_lm, load_weights
 from forge_trainer.protocols import EngineForwardBackward
-from forge_trainer.types import Normalize, TrainSequence, World
+from forge_trainer.types import Normalize, SaveRequest, TrainSequence, World
 from tests.data import random_sequences
 from tests.ranks import RankPool
 
@@ -178,7 +178,7 @@ def _run_on_rank(rank: int, layout: str, model_dir: Path, folder: Path, cases: l
     engine = TitanEngine(_config(size, parallel), model_dir, World(rank, rank, size))
     engine.setup()
     initial = str(folder / f"{layout}-initial")
-    engine.save(initial)
+    engine.save(SaveRequest(initial))
     results = []
     for case in cases:
         engine.load(initial)
@@ -307,7 +307,7 @@ def _train_and_save(rank: int, layout: str, model_dir: Path, path: str | None, s
     if path is None:
         step(0)
         step(1)
-        engine.save(saved)
+        engine.save(SaveRequest(saved))
     else:
         assert engine.load(path).step == 2
     norm = step(2)
@@ -361,3 +361,29 @@ def test_a_checkpoint_loads_into_another_layout(
         assert tensors.keys() == wanted[2].keys()
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, wanted[2][name], rtol=1e-5, atol=1e-6)
+
+
+def _export(rank: int, layout: str, model_dir: Path, path: str) -> dict[str, Tensor]:
+    from forge_trainer.engine.titan.engine import TitanEngine
+
+    size, parallel = LAYOUTS[layout]
+    engine = TitanEngine(_config(size, parallel), model_dir, World(rank, rank, size))
+    engine.setup()
+    engine.save(SaveRequest(path, format="hf"))
+    return _read_titan(engine, gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("llama_9_3", "fsdp2"), ("tiny_llama", "fsdp2_pp2"), ("tiny_qwen3", "fsdp2_tp2")],
+)
+def test_an_export_of_any_layout_is_the_directory_it_came_from(
+    pool: RankPool, request: pytest.FixtureRequest, tmp_path: Path, model: str, layout: str
+) -> None:
+    model_dir, path = request.getfixturevalue(model), tmp_path / "hf"
+    pool.run(LAYOUTS[layout][0], _export, layout, model_dir, str(path))
+    found, wanted = load_weights(path), load_weights(model_dir)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"))
+    assert (path / "tokenizer.json").is_file()

@@ -30,7 +30,7 @@ from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.hf import load_causal_lm, load_weights
 from forge_trainer.protocols import Engine
-from forge_trainer.types import LossOutput, OptimParams, TrainBatch, TrainSequence
+from forge_trainer.types import LossOutput, OptimParams, SaveRequest, TrainBatch, TrainSequence
 from tests.data import random_sequences
 
 # eps=1e-2 keeps Adam from blowing rounding noise in tiny gradients up to a full step.
@@ -247,7 +247,7 @@ def test_a_resumed_engine_equals_an_uninterrupted_one(
     straight.setup()
     step(straight, 0)
     step(straight, 1)
-    straight.save(str(tmp_path / "saved"))
+    straight.save(SaveRequest(str(tmp_path / "saved")))
     resumed.setup()
     info = resumed.load(str(tmp_path / "saved"))
     assert (info.step, resumed.step) == (2, 2)
@@ -271,7 +271,7 @@ def test_saving_before_the_first_update_changes_nothing(
         engine = kind(CONFIG, tiny_qwen3)
         engine.setup()
         if save:
-            engine.save(str(tmp_path / "saved"))
+            engine.save(SaveRequest(str(tmp_path / "saved")))
         for seed in range(3):
             engine.forward_backward(_batches(seed=seed), make_loss("grpo"))
             norms.append(engine.optim_step().grad_norm)

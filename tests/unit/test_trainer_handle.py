@@ -27,6 +27,8 @@ from forge_trainer.errors import (
 )
 from forge_trainer.functional.tokens import document_means
 from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.hf import load_causal_lm
+from forge_trainer.runtime.checks import check_generator, check_trainer
 from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.types import (
@@ -562,3 +564,58 @@ def test_a_config_that_does_not_fit_the_model_is_refused_in_process(
         asyncio.run(
             start_in_process_trainer(config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path)
         )
+
+
+def test_an_hf_export_loads_in_transformers(bench: Bench, tmp_path: Path) -> None:
+    """Same logits, and a trainer can start from it."""
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    saved = bench.run(bench.trainer.save(path=str(tmp_path / "hf"), format="hf"))
+    assert (saved.format, saved.weights_only, saved.step) == ("hf", True, 1)
+    model = load_causal_lm(saved.path, dtype=torch.float32, device=torch.device("cpu"))
+    sequence = GOOD[0]
+    ids = torch.tensor([list(sequence.token_ids)])
+    with torch.no_grad():
+        log_p = torch.log_softmax(model(ids).logits[0] / sequence.temperature, -1)
+    wanted = [0.0, *log_p[range(len(sequence) - 1), sequence.token_ids[1:]].tolist()]
+    found = bench.run(bench.trainer.forward([sequence])).logprobs[0]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    with pytest.raises(CheckpointError, match="start a trainer from it with model.path"):
+        bench.run(bench.trainer.load(path=saved.path))
+    check_trainer(Path(saved.path), CONFIG)
+    check_generator(Path(saved.path), GeneratorConfig(max_prompt_tokens=8))
+
+
+def test_weights_alone_can_be_saved_and_loaded(bench: Bench, tmp_path: Path) -> None:
+    trainer = bench.trainer
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    saved = bench.run(trainer.save("weights", weights_only=True))
+    wanted = bench.run(trainer.forward(GOOD)).logprobs
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        bench.run(trainer.load(path=saved.path))
+    assert bench.run(trainer.load(name="weights", weights_only=True)).weights_only
+    assert bench.run(trainer.forward(GOOD)).logprobs == wanted
+    assert bench.run(trainer.get_status()).step == 2
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        bench.run(trainer.load())
+
+
+def test_only_the_newest_checkpoints_stay(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Named ones and incomplete ones are left alone."""
+    config = CONFIG.model_copy(update={"engine": "local", "keep_checkpoints": 2})
+    (tmp_path / "step-0").mkdir()
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        await trainer.save("by-name")
+        for _ in range(4):
+            await trainer.train_step(GOOD, loss="grpo")
+            await trainer.save()
+        assert (await trainer.load()).step == 4
+        await trainer.close()
+
+    asyncio.run(scenario())
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"by-name", "step-0", "step-3", "step-4"}

@@ -102,7 +102,7 @@ def test_the_trainers_parameters_are_pinned() -> None:
         "optim_step": "self normalize params",
         "train_step": f"{options} normalize params return_logprobs",
         "clear_gradients": "self",
-        "save": "self name path",
+        "save": "self name path weights_only format",
         "load": "self path name step weights_only",
         "push_weights": "self policy_version",
         "get_config": "self",

@@ -6,12 +6,14 @@ backward (FSDP sums gradients over ranks) -> Updater (one division, clip, step).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -31,11 +33,13 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
+    SaveRequest,
     TrainBatch,
     World,
 )
 
-from ..checkpoint import load_checkpoint, save_checkpoint
+from ..checkpoint import load_checkpoint, on_first_rank, save_checkpoint
+from ..export import HfWriter, copy_model_files
 from ..loss_call import LossCalls
 from ..update import Counts, Updater
 from .attention import inner_attention_config
@@ -43,7 +47,7 @@ from .model import build_model_spec
 from .parallel import build_model, build_parallel_dims, load_hf_weights
 from .passes import ModelPass, PipelinePass, WholePass
 from .platform import join_process_group, select_device
-from .weights import hf_pieces
+from .weights import full_hf_tensors, hf_pieces
 
 CONSTANT_SCHEDULE_STEPS = 2**31
 """Length given to TorchTitan for a schedule without an end; it asserts past its last step."""
@@ -180,14 +184,28 @@ class TitanEngine:
     def clear_gradients(self) -> None:
         self._updater.clear()
 
-    def save(self, path: str) -> CheckpointInfo:
-        return save_checkpoint(self._training_state(), Path(path), self.step)
+    def save(self, request: SaveRequest) -> CheckpointInfo:
+        write = self._write_hf if request.format == "hf" else self._dcp_writer(request)
+        return save_checkpoint(request, self.step, write)
+
+    def _dcp_writer(self, request: SaveRequest) -> Callable[[Path], None]:
+        state = self._training_state(weights_only=request.weights_only)
+        return lambda folder: dcp.save(state, checkpoint_id=folder)
+
+    def _write_hf(self, folder: Path) -> None:
+        """One rank of every pipeline stage writes that stage's tensors."""
+        writer = HfWriter(folder, part=f"stage{self._coordinate('pp')}")
+        tensors = full_hf_tensors(self._model, self._adapter)
+        if self._coordinate("batch") == 0 and self._coordinate("tp") == 0:
+            writer.add(tensors)
+        else:
+            deque(tensors, maxlen=0)
+        on_first_rank(lambda: copy_model_files(self._model_dir, folder))
+        writer.finish()
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
-        state = self._training_state()
-        if weights_only:
-            state = {"model": state["model"]}
-        info = load_checkpoint(state, Path(path))
+        state = self._training_state(weights_only=weights_only)
+        info = load_checkpoint(state, Path(path), weights_only=weights_only)
         if not weights_only:
             self._optimizers.load_state_dict(state["optimizer"])
             self._schedulers.load_state_dict(state["lr_scheduler"])
@@ -203,8 +221,10 @@ class TitanEngine:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _training_state(self) -> dict[str, Any]:
+    def _training_state(self, *, weights_only: bool = False) -> dict[str, Any]:
         """Everything a resumed run needs; its tensors are the live ones, filled in place."""
+        if weights_only:
+            return {"model": self._model.state_dict()}
         return {
             "model": self._model.state_dict(),
             "optimizer": self._optimizers.state_dict(),

@@ -31,6 +31,16 @@ def hf_pieces(
                 yield piece
 
 
+def full_hf_tensors(model: Decoder, adapter: BaseStateDictAdapter) -> Iterator[tuple[str, Tensor]]:
+    """This stage's whole tensors under Hugging Face names, one at a time: a collective.
+
+    A tied tensor comes once.
+    """
+    for name, value in model.state_dict().items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        yield from adapter.to_hf({name: full}).items()
+
+
 def _splittable(model: Decoder, name: str, value: Tensor) -> Tensor:
     """The tensor in a layout that the adapter can reshape by heads.
 
