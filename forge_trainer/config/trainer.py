@@ -93,6 +93,10 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass. Parameters, gradients and their sums are float32."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass, to save memory; never changes the gradient."""
+    compile: bool = False
+    """torch.compile every transformer block. On the CPU it needs a C++ compiler."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRScheduleConfig = LRScheduleConfig()

@@ -148,21 +148,25 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden.shape[0], ctx.options.chunk_tokens):
-            log_p = _scaled_logits(hidden[rows], weight, temperatures[rows]) - lse[rows, None]
-            p = torch.exp(log_p)
-            grad_z = torch.zeros_like(p)
-            if grad_logprobs is not None:
-                upstream = grad_logprobs[rows, None].to(wide)
-                grad_z -= p * upstream
-                index, is_here = _local_index(targets[rows] - start, p.shape[-1])
-                grad_z.scatter_add_(-1, index[:, None], upstream * is_here[:, None])
+            # In place from here on: one [chunk, V] buffer at a time, two with entropy.
+            log_p = _scaled_logits(hidden[rows], weight, temperatures[rows]).sub_(lse[rows, None])
+            grad_z = torch.zeros_like(log_p) if grad_logprobs is None else None
             if grad_entropy is not None and entropy is not None:
                 upstream = grad_entropy[rows, None].to(wide)
-                grad_z -= upstream * p * (log_p + entropy[rows, None])
-            grad_logits = (grad_z / temperatures[rows, None].to(wide)).to(hidden.dtype)
+                grad_z = torch.exp(log_p).mul_(log_p + entropy[rows, None]).mul_(-upstream)
+            if grad_logprobs is not None:
+                upstream = grad_logprobs[rows, None].to(wide)
+                of_logprobs = log_p.exp_().mul_(-upstream)
+                index, is_here = _local_index(targets[rows] - start, of_logprobs.shape[-1])
+                of_logprobs.scatter_add_(-1, index[:, None], upstream * is_here[:, None])
+                grad_z = of_logprobs if grad_z is None else grad_z.add_(of_logprobs)
+            assert grad_z is not None
+            grad_logits = grad_z.div_(temperatures[rows, None].to(wide)).to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight
-            if grad_weight is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(grad_logits.T, hidden[rows])
+            elif grad_weight is not None:
                 grad_weight += (grad_logits.T @ hidden[rows]).to(wide)
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, narrow, None, None, None
@@ -202,4 +206,4 @@ def _chunks(length: int, size: int) -> list[slice]:
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
     logits = hidden @ weight.T
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide) / temperatures[:, None].to(wide)
+    return logits.to(wide).div_(temperatures[:, None].to(wide))

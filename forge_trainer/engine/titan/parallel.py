@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -25,6 +26,12 @@ from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.logprobs import LogprobOptions, VocabShard, token_logprobs
 from forge_trainer.hf import load_weights
+
+ACTIVATION_CHECKPOINTING = {
+    "none": None,
+    "selective": SelectiveAC.Config(),
+    "full": FullAC.Config(),
+}
 
 
 def build_parallel_dims(config: TrainerConfig) -> ParallelDims:
@@ -83,8 +90,8 @@ def build_model(
             local_batch_size=config.parallel.num_pipeline_microbatches,
         ),
         "parallelism": parallelism,
-        "compile_config": CompileConfig(enable=False),
-        "ac_config": None,
+        "compile_config": CompileConfig(enable=config.compile, components=["model"]),
+        "ac_config": ACTIVATION_CHECKPOINTING[config.activation_checkpointing],
         "dump_folder": "",
     }
     schedule, is_last = None, True

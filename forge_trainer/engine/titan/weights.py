@@ -22,13 +22,18 @@ def hf_pieces(
 
     A tensor replicated over an axis comes from that axis's first rank; an empty shard from none.
     """
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {_plain(name) for name, _ in model.named_parameters()}
     for name, value in model.state_dict().items():
         target_dtype = dtype if name in parameters else value.dtype
         for hf_name, hf_value in adapter.to_hf({name: _splittable(model, name, value)}).items():
             piece = _own_piece(hf_name, hf_value, target_dtype)
             if piece is not None:
                 yield piece
+
+
+def _plain(name: str) -> str:
+    """The name as state_dict has it: without the wrappers of checkpointing and compilation."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def full_hf_tensors(model: Decoder, adapter: BaseStateDictAdapter) -> Iterator[tuple[str, Tensor]]:

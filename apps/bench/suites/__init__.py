@@ -1,0 +1,1 @@
+"""One file per suite; each has `async run() -> list[Row]`."""
