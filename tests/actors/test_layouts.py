@@ -334,7 +334,7 @@ def llama_9_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "saver", "loaders"),
     [
-        ("tiny_llama", "fsdp2", ["one", "tp2", "pp2", "hsdp"]),
+        ("tiny_llama", "fsdp2", ["fsdp2", "one", "tp2", "pp2", "hsdp"]),
         ("tiny_llama", "fsdp2_tp2", ["fsdp2_pp2", "fsdp2"]),
         ("llama_9_3", "fsdp2", ["one", "pp2"]),
     ],
@@ -348,7 +348,10 @@ def test_a_checkpoint_loads_into_another_layout(
     saver: str,
     loaders: list[str],
 ) -> None:
-    """Weights, optimizer and step: the next update is the one of the layout that saved."""
+    """Weights, optimizer and step: the next update is the one of the layout that saved.
+
+    Bit for bit where the layout is the same.
+    """
     model_dir, saved = request.getfixturevalue(model), str(tmp_path / "saved")
     wanted = pool.run(LAYOUTS[saver][0], _train_and_save, saver, model_dir, None, saved)[0]
     for loader in loaders:
@@ -361,6 +364,9 @@ def test_a_checkpoint_loads_into_another_layout(
         assert tensors.keys() == wanted[2].keys()
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, wanted[2][name], rtol=1e-5, atol=1e-6)
+        if loader == saver:
+            assert found[0][0] == wanted[0]
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted[2].items())
 
 
 def _export(rank: int, layout: str, model_dir: Path, path: str) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from forge_trainer.runtime.lifecycle import running_services
 from forge_trainer.types import TrainSequence
 
 ROUNDS = 15
-TINY = TinyModelConfig(hidden_size=192, intermediate_size=768, num_layers=4, num_heads=6)
+TINY = TinyModelConfig(hidden_size=256, intermediate_size=1024, num_layers=4)
 CONFIG = TrainerConfig(device="cpu", packing=PackingConfig(max_row_tokens=64))
-TOKENS, SEQUENCES = 64, 12
+TOKENS, SEQUENCES = 64, 7
 
 
 async def run() -> list[Row]:
