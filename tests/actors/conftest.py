@@ -1,4 +1,4 @@
-"""One set of real processes for all tests that leave it whole: a trainer of two ranks."""
+"""One set of real processes for all tests of a file that leave it whole: a trainer of two ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def running_cluster(
     assert shared_memory() <= segments
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_cluster(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running_cluster(tiny_qwen3, tmp_path_factory.mktemp("checkpoints")) as cluster:
         cluster.run(cluster.trainer.save(INITIAL))
