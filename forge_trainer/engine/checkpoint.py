@@ -219,6 +219,8 @@ def on_first_rank(work: Callable[[], T]) -> T:
             outcome[1] = str(error)
         except OSError as error:
             outcome[1] = f"{error.strerror}: {error.filename}"
+        except Exception as error:
+            outcome[1] = f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise CheckpointError(outcome[1])

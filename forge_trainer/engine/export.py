@@ -14,6 +14,8 @@ from torch import Tensor
 
 from forge_trainer.errors import CheckpointError
 
+from .checkpoint import on_first_rank
+
 MAX_FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
@@ -71,12 +73,11 @@ class HfWriter:
         errors = [error for _, _, error in parts if error is not None]
         if errors:
             raise CheckpointError(f"cannot write {self._folder}: {errors[0]}")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            index = {
-                "metadata": {"total_size": sum(size for _, size, _ in parts)},
-                "weight_map": {name: file for own, _, _ in parts for name, file in own.items()},
-            }
-            (self._folder / INDEX).write_text(json.dumps(index, indent=1))
+        index = {
+            "metadata": {"total_size": sum(size for _, size, _ in parts)},
+            "weight_map": {name: file for own, _, _ in parts for name, file in own.items()},
+        }
+        on_first_rank(lambda: (self._folder / INDEX).write_text(json.dumps(index, indent=1)))
 
 
 def copy_model_files(model_dir: Path, folder: Path) -> None:
