@@ -84,9 +84,10 @@ class WeightPiece:
 
 
 class Engine(Protocol):
-    """What one rank does. All methods run on one thread, the same calls on every rank.
+    """What one rank does. All methods but `wait_for_save` run on one thread, on every rank alike.
 
-    After `setup`, `step` counts completed optimizer updates from 0.
+    After `setup`, `step` counts completed optimizer updates from 0, and dropout is off: with it,
+    the ratio to the generator's log-probs would be noise.
     """
 
     @property
@@ -117,6 +118,14 @@ class Engine(Protocol):
 
     def save(self, request: SaveRequest) -> CheckpointInfo: ...
 
+    def wait_for_save(self) -> CheckpointInfo | None:
+        """What became of the last save that did not wait. Called on a thread of its own.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        ...
+
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo: ...
 
     def weight_pieces(self, *, dtype: torch.dtype) -> Iterator[WeightPiece]:
@@ -125,6 +134,19 @@ class Engine(Protocol):
         Parameters come in `dtype`, buffers in their own.
         """
         ...
+
+    def to(self, device: str) -> None:
+        """Move parameters, gradients, buffers and optimizer state to "cpu", or back home.
+
+        While they are away, only this method, `clear_gradients` and `close` may be called.
+        """
+        ...
+
+    def train_mode(self) -> None:
+        """Dropout and the like are on from here."""
+        ...
+
+    def eval_mode(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -227,7 +249,10 @@ class Trainer(Protocol):
         path: str | None = None,
         weights_only: bool = False,
         format: CheckpointFormat = "dcp",
+        wait: bool = True,
     ) -> CheckpointInfo: ...
+
+    async def wait_for_save(self) -> CheckpointInfo | None: ...
 
     async def load(
         self,
@@ -237,6 +262,12 @@ class Trainer(Protocol):
         step: int | None = None,
         weights_only: bool = False,
     ) -> CheckpointInfo: ...
+
+    async def to(self, device: str) -> None: ...
+
+    async def train_mode(self) -> None: ...
+
+    async def eval_mode(self) -> None: ...
 
     async def push_weights(self, *, policy_version: int | None = None) -> WeightsRef: ...
 

@@ -58,6 +58,8 @@ class TrainerStatus:
     """Over all data-parallel ranks, like the tokens."""
     accumulated_tokens: int
     published: WeightsVersion | None
+    saving: str | None
+    """Path of the checkpoint that is written beside other calls."""
     last_error: str | None
 
 

@@ -9,12 +9,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from forge_trainer.errors import DataError
+from forge_trainer.errors import CheckpointError, DataError
 from forge_trainer.metrics import Metric
 
 CheckpointFormat = Literal["dcp", "hf"]
@@ -228,6 +228,22 @@ class SaveRequest:
     """Without optimizer, schedule and random state."""
     format: CheckpointFormat = "dcp"
     """`hf` is a Hugging Face directory, which holds weights only."""
+    wait: bool = True
+    """False: return once the state is copied, and write the files beside the next calls."""
+
+    def __post_init__(self) -> None:
+        """Raises CheckpointError for what cannot be asked for."""
+        if self.format not in get_args(CheckpointFormat):
+            raise CheckpointError(
+                f"format is {self.format!r}; use one of {get_args(CheckpointFormat)}"
+            )
+        if self.format == "hf" and not self.wait:
+            raise CheckpointError("format 'hf' is written at once; wait=False is for 'dcp'")
+
+    @property
+    def is_full(self) -> bool:
+        """With all that a resumed run needs."""
+        return self.format == "dcp" and not self.weights_only
 
 
 @dataclass(frozen=True, slots=True)

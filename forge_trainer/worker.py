@@ -19,7 +19,7 @@ import torch
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.engine import make_engine
+from forge_trainer.engine import find_engine
 from forge_trainer.errors import (
     CollectiveError,
     EngineError,
@@ -73,7 +73,7 @@ class Worker:
         self._phase, self._phase_since = "idle", time.monotonic()
         self._is_set_up = False
         self._last_error: str | None = None
-        self._engine = make_engine(config, model_dir, world)
+        self._engine = find_engine(config.engine)(config, model_dir, world)
 
     async def setup(self) -> EngineFacts:
         """Build the engine; the same call on all ranks."""
@@ -117,8 +117,21 @@ class Worker:
     async def save(self, request: SaveRequest) -> CheckpointInfo:
         return await self._run("save", lambda: self._engine.save(request))
 
+    async def wait_for_save(self) -> CheckpointInfo | None:
+        """What became of the last save that did not wait; beside whatever runs."""
+        return await asyncio.to_thread(self._engine.wait_for_save)
+
     async def load(self, path: str, weights_only: bool) -> CheckpointInfo:
         return await self._run("load", lambda: self._engine.load(path, weights_only=weights_only))
+
+    async def to(self, device: str) -> None:
+        await self._run("to", lambda: self._engine.to(device))
+
+    async def train_mode(self) -> None:
+        await self._run("train_mode", self._engine.train_mode)
+
+    async def eval_mode(self) -> None:
+        await self._run("eval_mode", self._engine.eval_mode)
 
     async def write_weights(self, version: WeightsVersion) -> list[PieceRecord]:
         """Copy this rank's pieces on the work thread, then put them into the store."""

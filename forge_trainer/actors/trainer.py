@@ -114,9 +114,28 @@ class TitanTrainer(Actor):
         return await self._worker.save(request)
 
     @concurrent_endpoint
+    async def wait_for_save(self) -> CheckpointInfo | None:
+        return await self._worker.wait_for_save()
+
+    @concurrent_endpoint
     async def load(self, ticket: CallTicket, path: str, weights_only: bool) -> CheckpointInfo:
         self._take_turn(ticket)
         return await self._worker.load(path, weights_only)
+
+    @concurrent_endpoint
+    async def to(self, ticket: CallTicket, device: str) -> None:
+        self._take_turn(ticket)
+        await self._worker.to(device)
+
+    @concurrent_endpoint
+    async def train_mode(self, ticket: CallTicket) -> None:
+        self._take_turn(ticket)
+        await self._worker.train_mode()
+
+    @concurrent_endpoint
+    async def eval_mode(self, ticket: CallTicket) -> None:
+        self._take_turn(ticket)
+        await self._worker.eval_mode()
 
     @concurrent_endpoint
     async def write_weights(self, ticket: CallTicket, version: WeightsVersion) -> list[PieceRecord]:

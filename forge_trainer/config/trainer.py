@@ -87,14 +87,22 @@ class PackingConfig(Section):
 
 
 class TrainerConfig(Section):
-    engine: Literal["titan", "local"] = "titan"
+    engine: str = "titan"
+    """`titan`, `local`, or an engine of your own as "package.module:Engine"."""
     num_ranks: PositiveInt = 1
     """Processes of the trainer mesh."""
+    trainable: bool = True
+    """False: no gradients and no optimizer; a reference model that can only do `forward`."""
+    seed: int = 0
+    """Of the random numbers that a loss or dropout draws; data-parallel ranks differ."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass. Parameters, gradients and their sums are float32."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass, to save memory; never changes the gradient."""
+    defer_gradient_reduction: bool = False
+    """Sum gradients over ranks once per call, not once per microbatch. Each rank then holds whole
+    float32 gradients until the call ends."""
     compile: bool = False
     """torch.compile every transformer block. On the CPU it needs a C++ compiler."""
     parallel: ParallelConfig = ParallelConfig()
@@ -109,14 +117,32 @@ class TrainerConfig(Section):
     cpu_threads: PositiveInt = 1
     """Threads of each rank's computations on the CPU."""
     collective_timeout_s: PositiveFloat = 60.0
+    """A rank that dies or hangs in a collective ends the call within this time."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of torch.distributed's store; None takes a free one."""
     checkpoint_folder: str | None = None
     """Where `save(name)` writes; None is `checkpoints` in the run folder."""
     checkpoint_interval: Annotated[int, Field(ge=0)] = 0
     """Save every so many steps; 0 never."""
+    async_checkpoints: bool = False
+    """Copy the state when a checkpoint is due, and write it beside the next steps."""
+    checkpoint_timeout_s: PositiveFloat = 1800.0
+    """How long ranks wait for each other's files."""
     keep_checkpoints: PositiveInt | None = None
     """Of the checkpoints named by step, the newest that stay; None keeps all."""
+
+    @property
+    def grace_s(self) -> float:
+        """The part of `collective_timeout_s` that a rank gets to explain a broken collective.
+
+        Monarch needs about 9 s to notice a dead process.
+        """
+        return min(15.0, self.collective_timeout_s / 4)
+
+    @property
+    def group_timeout_s(self) -> float:
+        """What torch's collectives wait."""
+        return self.collective_timeout_s - self.grace_s
 
     @property
     def dp_size(self) -> int:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Callable
 from pathlib import Path
 
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.errors import ConfigError
 from forge_trainer.protocols import Engine
 from forge_trainer.types import World
 
+EngineFactory = Callable[[TrainerConfig, Path, World], Engine]
 
-def make_engine(config: TrainerConfig, model_dir: Path, world: World) -> Engine:
-    """The engine that the config names; heavy libraries are imported only for the chosen one."""
-    if config.engine == "local":
-        from .local import LocalEngine
+ENGINES = {
+    "titan": "forge_trainer.engine.titan.engine:TitanEngine",
+    "local": "forge_trainer.engine.local:LocalEngine",
+}
+"""Name -> where it is; heavy libraries are imported only for the chosen one."""
 
-        return LocalEngine(config, model_dir)
-    from .titan.engine import TitanEngine
 
-    return TitanEngine(config, model_dir, world)
+def find_engine(name: str) -> EngineFactory:
+    """The engine called `name`, or the one that "package.module:name" points at.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    where = ENGINES.get(name, name)
+    if ":" not in where:
+        raise ConfigError(
+            f"trainer.engine: {name!r} is unknown; use one of {sorted(ENGINES)} or "
+            "'package.module:Engine'"
+        )
+    try:
+        factory: EngineFactory = pkgutil.resolve_name(where)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"trainer.engine: {name!r} cannot be imported: {error}") from error
+    if not callable(factory):
+        raise ConfigError(f"trainer.engine: {name!r} is a {type(factory).__name__}")
+    return factory

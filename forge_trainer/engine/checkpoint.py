@@ -1,196 +1,197 @@
-"""Checkpoint folders: full state or weights through DCP, or Hugging Face; a marker written last.
+"""One rank's part in saving and loading: DCP or a Hugging Face export, made complete at the end.
 
-A folder without the marker is incomplete and never loaded. Saving goes to a temporary folder
-that is renamed, so a fault while saving leaves the earlier checkpoint as it was.
+Saving goes to a temporary folder that is renamed once every file has its hash in the marker, so
+a fault while saving leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
+import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointInfo, SaveRequest
 
-logger = logging.getLogger(__name__)
+from .checkpoint_files import Marker, hash_file, read_marker, verify_files, write_marker
+from .random_state import random_state, set_random_state
+from .together import RankGroup
 
-HASH_BLOCK_BYTES = 1 << 22
-MARKER = "forge_trainer.json"
-"""Holds the step and a hash of every file. Present exactly in complete checkpoints."""
-
-T = TypeVar("T")
+State = dict[str, Any]
+RANDOM = "random"
+"""Key of the random states by rank."""
 
 
-def save_checkpoint(
-    request: SaveRequest, step: int, write: Callable[[Path], None]
-) -> CheckpointInfo:
-    """Let `write` fill a folder, then hash it, mark it complete and rename it; on every rank.
+class Checkpointer:
+    """Saves and loads for one rank; every method but `wait` is a collective of its group.
 
-    Raises:
-        CheckpointError: the folder exists already, or cannot be written. On all ranks alike.
+    A save with `request.wait` false returns once the state is copied. The files are then written
+    on a thread of this object, one save at a time: the next save or load waits for it.
     """
-    path = Path(request.path)
-    partial = path.with_name(path.name + ".partial")
-    weights_only = request.weights_only or request.format == "hf"
 
-    def prepare() -> None:
-        if path.exists():
-            raise CheckpointError(f"{path} exists already; a checkpoint is never overwritten")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    def commit() -> None:
-        files = {file.name: _hash(file) for file in sorted(partial.iterdir())}
-        facts = {"step": step, "format": request.format, "weights_only": weights_only}
-        (partial / MARKER).write_text(json.dumps({**facts, "xxh3_128": files}, indent=1))
-        os.replace(partial, path)
-
-    with _as_checkpoint_error(f"cannot write {path}"):
-        on_first_rank(prepare)
-        write(partial)
-        on_first_rank(commit)
-    return CheckpointInfo(str(path), step, request.format, complete=True, weights_only=weights_only)
-
-
-def load_checkpoint(state: dict[str, Any], path: Path, *, weights_only: bool) -> CheckpointInfo:
-    """Fill the tensors of `state` from the folder `path`; called by every rank.
-
-    Every file is compared with its hash before a tensor is touched.
-
-    Raises:
-        CheckpointError: missing, incomplete, damaged, or made by another model. On all ranks alike.
-    """
-    with _as_checkpoint_error(f"cannot load {path}"):
-        marker = on_first_rank(lambda: verify_checkpoint(path))
-        if marker["format"] != "dcp":
-            raise CheckpointError(
-                f"{path} is a Hugging Face directory; start a trainer from it with model.path"
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        # The copy is reused, so that only the first save pays for fresh memory.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=device.type == "cuda",
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=device.type == "cuda",
             )
-        if marker["weights_only"] and not weights_only:
-            raise CheckpointError(f"{path} holds weights only; load it with weights_only=True")
-        dcp.load(state, checkpoint_id=path)
-    return CheckpointInfo(
-        str(path), int(marker["step"]), "dcp", complete=True, weights_only=weights_only
-    )
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[CheckpointInfo] | None = None
 
+    def save(self, request: SaveRequest, step: int, state: State) -> CheckpointInfo:
+        """Write `state` through DCP, now or beside what comes next; full state with the random one.
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest complete ones of those named by step; what was deleted.
+        Raises:
+            CheckpointError: the folder exists already, or cannot be written. On all ranks alike.
+        """
+        self._settle()
+        partial = self._prepare(request)
+        if request.is_full:
+            state = {**state, RANDOM: self._random_state()}
+        if request.wait:
+            return self._finish(request, step, partial, lambda: self._write(partial, state))
+        copy = self._stager.stage(state)
+        assert isinstance(copy, dict), "staging is not asynchronous"
+        self._running = self._thread.submit(
+            self._finish, request, step, partial, lambda: self._write(partial, copy)
+        )
+        return CheckpointInfo(
+            request.path, step, request.format, complete=False, weights_only=request.weights_only
+        )
 
-    Checkpoints that were given a name stay, and so does everything that is not complete.
-    """
-    steps = complete_checkpoints(folder)
-    named_by_step = [path for path in steps if path.name == step_name(steps[path])]
-    oldest_first = sorted(named_by_step, key=lambda path: steps[path])
-    for path in oldest_first[:-keep]:
-        # Without its marker it is incomplete, so that a crash in here leaves nothing half-loadable.
-        (path / MARKER).unlink()
-        shutil.rmtree(path)
-    return oldest_first[:-keep]
+    def export(
+        self, request: SaveRequest, step: int, write: Callable[[Path], None]
+    ) -> CheckpointInfo:
+        """Let `write` fill the folder with a Hugging Face model; see `save` for errors."""
+        self._settle()
+        partial = self._prepare(request)
+        return self._finish(request, step, partial, lambda: write(partial))
 
+    def wait(self) -> CheckpointInfo | None:
+        """What became of the last save that did not wait; None if there was none.
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """The marker of the checkpoint at `path`, all of whose files are as they were written.
+        May be called on any thread, beside everything else.
 
-    Raises:
-        CheckpointError: names the file that is missing or has changed.
-    """
-    marker = _read_marker(path)
-    for name, wanted in marker["xxh3_128"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path}: {name} is missing")
-        if _hash(file) != wanted:
-            raise CheckpointError(f"checkpoint {path}: {name} is damaged, its hash differs")
-    return marker
+        Raises:
+            CheckpointError: it failed.
+        """
+        return None if self._running is None else self._running.result()
 
+    def load(self, path: Path, state: State, *, weights_only: bool) -> CheckpointInfo:
+        """Fill `state` from the folder `path`: its tensors in place, other values in the dict.
 
-def _read_marker(path: Path) -> dict[str, Any]:
-    marker = path / MARKER
-    if not marker.is_file():
-        why = f"lacks {MARKER}, so it is incomplete" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"checkpoint {path} {why}")
-    try:
-        values: dict[str, Any] = json.loads(marker.read_text())
-        return {
-            "step": int(values["step"]),
-            "format": str(values["format"]),
-            "weights_only": bool(values["weights_only"]),
-            "xxh3_128": dict(values["xxh3_128"]),
-        }
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {path}: {MARKER} is damaged: {error!r}") from error
+        Every file is compared with its hash before a tensor is touched. Random state goes back to
+        the ranks that it came from, if there are as many as there were.
 
+        Raises:
+            CheckpointError: missing, incomplete, damaged, or made by another model. On all ranks
+                alike.
+        """
+        self._settle()
+        with _as_checkpoint_error(f"cannot load {path}"):
+            marker = self._verified_marker(path)
+            if marker.format != "dcp":
+                raise CheckpointError(
+                    f"{path} is a Hugging Face directory; start a trainer from it with model.path"
+                )
+            if marker.weights_only and not weights_only:
+                raise CheckpointError(f"{path} holds weights only; load it with weights_only=True")
+            random = {}
+            if not weights_only and marker.num_ranks == self._group.size:
+                random = {RANDOM: self._random_state()}
+            loaded = {**state, **random}
+            dcp.load(loaded, checkpoint_id=path, **self._ranks())
+        if random:
+            set_random_state(loaded.pop(RANDOM)[str(self._group.rank)], self._device)
+        state.update(loaded)
+        return CheckpointInfo(
+            str(path), marker.step, "dcp", complete=True, weights_only=weights_only
+        )
 
-def step_name(step: int) -> str:
-    """The name of a checkpoint that was given none."""
-    return f"step-{step}"
+    def close(self) -> None:
+        """Wait for a running save, and free its copy of the state."""
+        self._thread.shutdown(wait=True)
+        self._stager.close()
 
+    def _random_state(self) -> State:
+        return {str(self._group.rank): random_state(self._device)}
 
-def find_checkpoint(
-    folder: Path, *, path: str | None = None, name: str | None = None, step: int | None = None
-) -> Path:
-    """The checkpoint asked for; without `path`, `name` and `step` the newest complete one.
+    def _settle(self) -> None:
+        """No save runs any more; what became of it is for `wait` to tell."""
+        if self._running is not None:
+            self._running.exception()
 
-    Raises:
-        CheckpointError: more than one is given, or there is no complete one.
-    """
-    given = [value for value in (path, name, step) if value is not None]
-    if len(given) > 1:
-        raise CheckpointError(f"give at most one of path, name and step, got {given}")
-    if path is not None:
-        return Path(path)
-    if name is not None:
-        return folder / name
-    if step is not None:
-        return folder / step_name(step)
-    newest = newest_checkpoint(folder)
-    if newest is None:
-        raise CheckpointError(f"no complete checkpoint in {folder}; nothing was loaded")
-    return newest
+    def _prepare(self, request: SaveRequest) -> Path:
+        """An empty folder to write to."""
+        path = Path(request.path)
+        partial = path.with_name(path.name + ".partial")
 
+        def prepare() -> None:
+            if path.exists():
+                raise CheckpointError(f"{path} exists already; a checkpoint is never overwritten")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of full state in `folder` with the highest step, if there is one."""
-    complete = complete_checkpoints(folder)
-    return max(complete, key=lambda path: complete[path], default=None)
+        with _as_checkpoint_error(f"cannot write {path}"):
+            self._group.on_first(prepare)
+        return partial
 
+    def _write(self, partial: Path, state: State) -> None:
+        dcp.save(state, checkpoint_id=partial, **self._ranks())
 
-def complete_checkpoints(folder: Path) -> dict[Path, int]:
-    """The complete checkpoints of full state in `folder`, with their steps.
+    def _finish(
+        self, request: SaveRequest, step: int, partial: Path, write: Callable[[], None]
+    ) -> CheckpointInfo:
+        """Write the files, hash them, mark the folder complete, and give it its name."""
+        path = Path(request.path)
+        weights_only = not request.is_full
 
-    Folders that are not complete are skipped with a warning that names them.
-    """
-    found: dict[Path, int] = {}
-    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
-        try:
-            marker = _read_marker(path)
-        except CheckpointError as error:
-            logger.warning("skipped: %s", error)
-            continue
-        if not marker["weights_only"]:
-            found[path] = int(marker["step"])
-    return found
+        def commit() -> None:
+            write_marker(
+                partial, Marker(step, request.format, weights_only, self._group.size, hashes)
+            )
+            os.replace(partial, path)
 
+        with _as_checkpoint_error(f"cannot write {path}"):
+            write()
+            names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
+            own = self._own(names)
+            parts = self._group.on_each(lambda: {name: hash_file(partial / name) for name in own})
+            hashes = {name: value for part in parts for name, value in part.items()}
+            self._group.on_first(commit)
+        return CheckpointInfo(
+            str(path), step, request.format, complete=True, weights_only=weights_only
+        )
 
-def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    def _verified_marker(self, path: Path) -> Marker:
+        marker = self._group.on_first(lambda: read_marker(path))
+        own = self._own(sorted(marker.xxh3_128))
+        self._group.on_each(lambda: verify_files(path, marker, own))
+        return marker
+
+    def _own(self, names: list[str]) -> list[str]:
+        """This rank's share of the files to hash."""
+        return names[self._group.rank :: self._group.size]
+
+    def _ranks(self) -> dict[str, Any]:
+        group = self._group.process_group
+        return {"process_group": group, "no_dist": group is None}
 
 
 @contextlib.contextmanager
@@ -205,24 +206,3 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def on_first_rank(work: Callable[[], T]) -> T:
-    """What `work` returns or raises on rank 0, on every rank; the others wait for it."""
-    if not dist.is_initialized():
-        return work()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except CheckpointError as error:
-            outcome[1] = str(error)
-        except OSError as error:
-            outcome[1] = f"{error.strerror}: {error.filename}"
-        except Exception as error:
-            outcome[1] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise CheckpointError(outcome[1])
-    result: T = outcome[0]
-    return result

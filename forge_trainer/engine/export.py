@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from forge_trainer.errors import CheckpointError
 
-from .checkpoint import on_first_rank
+from .together import RankGroup
 
 MAX_FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -28,8 +27,9 @@ class HfWriter:
     A failure is kept until `finish`, since the other ranks go on gathering tensors meanwhile.
     """
 
-    def __init__(self, folder: Path, *, part: str) -> None:
+    def __init__(self, folder: Path, *, part: str, group: RankGroup) -> None:
         self._folder = folder
+        self._group = group
         self._part = part
         self._waiting: dict[str, Tensor] = {}
         self._num_files = 0
@@ -60,27 +60,31 @@ class HfWriter:
         self._num_bytes += sum(t.nbytes for t in self._waiting.values())
         self._waiting = {}
 
-    def finish(self) -> None:
-        """Agree with the other ranks; rank 0 writes the index.
+    def finish(self, model_dir: Path) -> None:
+        """Agree with the other ranks; rank 0 writes the index and what lies in `model_dir`.
 
         Raises:
             CheckpointError: a rank could not write. On all ranks alike.
         """
-        parts = [(self._file_of, self._num_bytes, self._error)]
-        if dist.is_initialized():
-            parts *= dist.get_world_size()
-            dist.all_gather_object(parts, (self._file_of, self._num_bytes, self._error))
-        errors = [error for _, _, error in parts if error is not None]
-        if errors:
-            raise CheckpointError(f"cannot write {self._folder}: {errors[0]}")
+        parts = self._group.on_each(self._written)
         index = {
-            "metadata": {"total_size": sum(size for _, size, _ in parts)},
-            "weight_map": {name: file for own, _, _ in parts for name, file in own.items()},
+            "metadata": {"total_size": sum(size for _, size in parts)},
+            "weight_map": {name: file for own, _ in parts for name, file in own.items()},
         }
-        on_first_rank(lambda: (self._folder / INDEX).write_text(json.dumps(index, indent=1)))
+
+        def complete() -> None:
+            (self._folder / INDEX).write_text(json.dumps(index, indent=1))
+            _copy_model_files(model_dir, self._folder)
+
+        self._group.on_first(complete)
+
+    def _written(self) -> tuple[dict[str, str], int]:
+        if self._error is not None:
+            raise CheckpointError(f"cannot write {self._folder}: {self._error}")
+        return self._file_of, self._num_bytes
 
 
-def copy_model_files(model_dir: Path, folder: Path) -> None:
+def _copy_model_files(model_dir: Path, folder: Path) -> None:
     """Everything but weights from the directory that training began with; dtype is float32 now."""
     for file in model_dir.iterdir():
         if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json"):

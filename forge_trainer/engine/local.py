@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.errors import EngineError
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.hf import load_causal_lm, read_model_facts, resolve_device
 from forge_trainer.protocols import (
@@ -39,11 +37,16 @@ from forge_trainer.types import (
     OptimStepResult,
     SaveRequest,
     TrainBatch,
+    World,
 )
 
-from .checkpoint import load_checkpoint, save_checkpoint
-from .export import HfWriter, copy_model_files
-from .loss_call import LossCalls
+from .checkpoint import Checkpointer
+from .documents import DocumentPass
+from .export import HfWriter
+from .random_state import seed_everything
+from .residence import Residence
+from .steps import forward_all, forward_backward_all
+from .together import RankGroup
 from .update import Updater
 
 
@@ -51,7 +54,12 @@ class LocalEngine:
     """Keeps the `Engine` protocol. Call `setup` first."""
 
     def __init__(
-        self, config: TrainerConfig, model_dir: Path, *, dtype: torch.dtype = torch.float32
+        self,
+        config: TrainerConfig,
+        model_dir: Path,
+        world: World | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._config = config
         self._model_dir = model_dir
@@ -59,13 +67,36 @@ class LocalEngine:
 
     def setup(self) -> None:
         """Load the model and make the optimizer."""
-        self._device = resolve_device(self._config.device)
+        config = self._config
+        self._device = resolve_device(config.device)
         self._model = load_causal_lm(self._model_dir, dtype=self._dtype, device=self._device)
         # transformers drops the gradient of the padding token's embedding. A document may hold that
         # token, and then it is one like any other.
         embeddings: Any = self._model.get_input_embeddings()
         embeddings.padding_idx = None
-        optimizer = self._config.optimizer
+        self._pass = DocumentPass(self._model, self._dtype)
+        self._checkpointer = Checkpointer(RankGroup(), self._device)
+        seed_everything(config.seed)
+        optimizers: list[torch.optim.Optimizer] = []
+        schedulers: list[LambdaLR] = []
+        if config.trainable:
+            self._build_optimizer()
+            optimizers, schedulers = [self._optimizer], [self._scheduler]
+        else:
+            self._model.requires_grad_(False)
+        self._updater = Updater(
+            config,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            reduce_counts=lambda counts: counts,
+            sum_over_ranks=lambda value: value,
+            rank=0,
+        )
+        self._residence = Residence(self._model, optimizers, self._device)
+        self.eval_mode()
+
+    def _build_optimizer(self) -> None:
+        optimizer, schedule = self._config.optimizer, self._config.lr_schedule
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=optimizer.lr,
@@ -73,7 +104,6 @@ class LocalEngine:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
-        schedule = self._config.lr_schedule
         factor = partial(
             warmup_stable_decay,
             warmup_steps=schedule.warmup_steps,
@@ -83,14 +113,6 @@ class LocalEngine:
             min_lr_factor=schedule.min_lr_factor,
         )
         self._scheduler = LambdaLR(self._optimizer, factor)
-        self._updater = Updater(
-            self._config,
-            optimizers=[self._optimizer],
-            schedulers=[self._scheduler],
-            reduce_counts=lambda counts: counts,
-            sum_over_ranks=lambda value: value,
-            rank=0,
-        )
 
     @property
     def step(self) -> int:
@@ -115,66 +137,57 @@ class LocalEngine:
             device=str(self._device),
         )
 
-    @torch.no_grad()
     def forward(
         self, batches: Sequence[TrainBatch], *, with_entropy: bool = False
     ) -> list[MicrobatchOutput]:
-        outputs = []
-        for batch in batches:
-            logprobs_BT, entropies_BT = self._token_logprobs(batch.to(self._device))
-            entropies = entropies_BT.float().cpu() if with_entropy else None
-            outputs.append(MicrobatchOutput(logprobs_BT.float().cpu(), entropies))
-        return outputs
+        self._residence.require_home()
+        return forward_all(self._pass, batches, device=self._device, with_entropy=with_entropy)
 
     def forward_backward(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, *, return_logprobs: bool = False
     ) -> EngineForwardBackward:
-        calls = LossCalls(loss_fn, batches)
-        try:
-            for batch in (batch.to(self._device) for batch in batches):
-                logprobs_BT, entropies_BT = self._token_logprobs(batch)
-                calls(logprobs_BT, entropies_BT, batch).backward()
-            if calls.error is not None:
-                raise EngineError(
-                    f"the loss failed: {calls.error}", rank=0, phase="forward_backward"
-                )
-            result = calls.result(return_logprobs=return_logprobs)
-        except BaseException:
-            # Half a gradient must not reach the next step.
-            self.clear_gradients()
-            raise
-        self._updater.add(calls.counts)
-        return result
+        self._residence.require_home()
+        return forward_backward_all(
+            self._pass,
+            self._updater,
+            batches,
+            loss_fn,
+            device=self._device,
+            first_error=lambda own: (0, own),
+            return_logprobs=return_logprobs,
+        )
 
     def optim_step(
         self, *, normalize: Normalize = "tokens", params: OptimParams | None = None
     ) -> OptimStepResult:
+        self._residence.require_home()
         return self._updater.optim_step(normalize=normalize, params=params)
 
     def clear_gradients(self) -> None:
         self._updater.clear()
 
     def save(self, request: SaveRequest) -> CheckpointInfo:
-        return save_checkpoint(request, self.step, partial(self._write, request))
-
-    def _write(self, request: SaveRequest, folder: Path) -> None:
         if request.format == "hf":
-            writer = HfWriter(folder, part="stage0")
-            writer.add(self._model.named_parameters())
-            copy_model_files(self._model_dir, folder)
-            writer.finish()
-        else:
-            state = self._training_state(weights_only=request.weights_only)
-            dcp.save(state, checkpoint_id=folder)
+            return self._checkpointer.export(request, self.step, self._write_hf)
+        state = self._training_state(weights_only=request.weights_only)
+        return self._checkpointer.save(request, self.step, state)
+
+    def _write_hf(self, folder: Path) -> None:
+        writer = HfWriter(folder, part="stage0", group=RankGroup())
+        writer.add(self._model.named_parameters())
+        writer.finish(self._model_dir)
+
+    def wait_for_save(self) -> CheckpointInfo | None:
+        return self._checkpointer.wait()
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
         state = self._training_state(weights_only=weights_only)
-        info = load_checkpoint(state, Path(path), weights_only=weights_only)
+        info = self._checkpointer.load(Path(path), state, weights_only=weights_only)
         set_model_state_dict(self._model, state["model"])
         if not weights_only:
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
             self._scheduler.load_state_dict(state["lr_scheduler"])
-            self._updater.step = info.step
+            self._updater.load_state_dict(state["updater"])
         self._updater.clear()
         return info
 
@@ -184,42 +197,27 @@ class LocalEngine:
             data = parameter.detach().to("cpu", dtype, copy=True).contiguous()
             yield WeightPiece(name, tuple(data.shape), (0,) * data.dim(), data)
 
-    def close(self) -> None:
-        """Nothing to free: the process owns everything."""
+    def to(self, device: str) -> None:
+        self._residence.move(device)
 
-    def _training_state(self, *, weights_only: bool = False) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
+    def train_mode(self) -> None:
+        self._model.train()
+
+    def eval_mode(self) -> None:
+        self._model.eval()
+
+    def close(self) -> None:
+        """Wait for a running save."""
+        self._checkpointer.close()
+
+    def _training_state(self, *, weights_only: bool) -> dict[str, Any]:
         if weights_only:
-            return {"model": model_state}
+            return {"model": get_model_state_dict(self._model)}
+        self._updater.require_trainable()
+        model_state, optimizer_state = get_state_dict(self._model, self._optimizer)
         return {
             "model": model_state,
             "optimizer": optimizer_state,
             "lr_scheduler": self._scheduler.state_dict(),
+            "updater": self._updater.state_dict(),
         }
-
-    def _token_logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of every token, document by document from full logits."""
-        logprobs_BT = torch.zeros(batch.token_ids_BT.shape, dtype=self._dtype, device=self._device)
-        entropies_BT = torch.zeros_like(logprobs_BT)
-        for row, start, end in _documents(batch.document_ids_BT):
-            ids = batch.token_ids_BT[row, start:end]
-            logits = self._model(ids[None]).logits[0, :-1]
-            scaled = logits / batch.temperatures_BT[row, start + 1 : end, None].to(self._dtype)
-            log_p = torch.log_softmax(scaled, dim=-1)
-            logprobs_BT[row, start + 1 : end] = log_p.gather(-1, ids[1:, None]).squeeze(-1)
-            entropies_BT[row, start + 1 : end] = -(log_p.exp() * log_p).sum(-1)
-        # A row of padding has no document; the sum stays connected to the parameters.
-        if not logprobs_BT.requires_grad and torch.is_grad_enabled():
-            logprobs_BT = logprobs_BT + 0.0 * next(self._model.parameters()).sum()
-        return logprobs_BT, entropies_BT
-
-
-def _documents(document_ids_BT: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(row, start, end) of every document."""
-    for row, ids in enumerate(document_ids_BT.tolist()):
-        start = 0
-        for t in range(1, len(ids) + 1):
-            if t == len(ids) or ids[t] != ids[start]:
-                if ids[start] >= 0:
-                    yield row, start, t
-                start = t

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.errors import DataError, NonFiniteError
+from forge_trainer.errors import DataError, EngineError, NonFiniteError
 from forge_trainer.metrics import Last, Metric
 from forge_trainer.types import Normalize, OptimParams, OptimStepResult, TrainBatch
 
@@ -64,7 +64,10 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 class Updater:
-    """Owns the optimizers, the schedule, the counts and the step of one rank."""
+    """Owns the optimizers, the schedule, the counts and the step of one rank.
+
+    A frozen model has no optimizers.
+    """
 
     def __init__(
         self,
@@ -92,6 +95,11 @@ class Updater:
         """Note what a backward pass added to the gradients."""
         self.accumulated += counts
 
+    def require_trainable(self) -> None:
+        """Raises EngineError for a frozen model."""
+        if not self._optimizers:
+            raise EngineError("this trainer is frozen (trainable: false): it can only do `forward`")
+
     def clear(self) -> None:
         """Drop gradients and counts."""
         for optimizer in self._optimizers:
@@ -103,9 +111,11 @@ class Updater:
 
         Raises:
             DataError: nothing was accumulated that `normalize` could divide by.
+            EngineError: the model is frozen.
             NonFiniteError: the gradient is not finite and the policy is "raise". Parameters,
                 optimizer state and step are untouched; the gradient is dropped.
         """
+        self.require_trainable()
         params = params or OptimParams()
         count = self._divisor(normalize)
         grads = [p.grad for p in self._parameters() if p.grad is not None]
@@ -128,6 +138,13 @@ class Updater:
         return OptimStepResult(
             step=self.step, grad_norm=norm, learning_rate=learning_rate, metrics=self._metrics()
         )
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs beside optimizers and schedules."""
+        return {"step": self.step, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.skipped_steps = state["step"], state["skipped_steps"]
 
     def _divisor(self, normalize: Normalize) -> int:
         total = self._reduce_counts(self.accumulated)

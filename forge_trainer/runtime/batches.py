@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.functional.objective import make_loss, required_fields
 from forge_trainer.functional.packing import (
     PackedCall,
     PackingPlan,
@@ -16,12 +18,22 @@ from forge_trainer.functional.packing import (
 from forge_trainer.functional.validation import validate_sequences
 from forge_trainer.metrics import Sum, merge_metrics
 from forge_trainer.protocols import EngineFacts, EngineForwardBackward, MicrobatchOutput
-from forge_trainer.types import ForwardBackwardResult, ForwardResult, TrainSequence
+from forge_trainer.types import ForwardBackwardResult, ForwardResult, LossFn, TrainSequence
 
 from .ranks import RankCalls
 
 GPU_FLEX_BLOCK = 128
 """Flex attention on a GPU wants row lengths in multiples of its block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A forward_backward call that has passed every check."""
+
+    packed: PackedCall
+    loss: str | LossFn
+    loss_config: Mapping[str, Any] | None
+    return_logprobs: bool
 
 
 class BatchDealer:
@@ -56,7 +68,36 @@ class BatchDealer:
         )
         return pack_sequences(sequences, dp_size=facts.dp_size, plan=self._plan)
 
-    async def call(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
+    def prepare(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: str | LossFn,
+        loss_config: Mapping[str, Any] | None,
+        *,
+        return_logprobs: bool,
+    ) -> PreparedCall:
+        """Everything about a forward_backward that can be refused before anything is sent.
+
+        Raises:
+            ConfigError: unknown loss or option. DataError: see `validate_sequences`.
+        """
+        make_loss(loss, loss_config)
+        packed = self.pack(sequences, required_fields(loss, loss_config))
+        return PreparedCall(packed, loss, loss_config, return_logprobs)
+
+    async def forward(self, packed: PackedCall, with_entropy: bool) -> ForwardResult:
+        """Log-probs of all sequences, from all ranks."""
+        outputs = await self._call("forward", packed, with_entropy)
+        return merge_outputs(packed, outputs, with_entropy=with_entropy)
+
+    async def forward_backward(self, call: PreparedCall) -> ForwardBackwardResult:
+        """Let all ranks add their gradients."""
+        shares = await self._call(
+            "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
+        )
+        return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+
+    async def _call(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
         """Give every rank the microbatches of its data-parallel rank; see `one_per_dp_rank`."""
         own = [(packed.batches[fact.dp_rank], *args) for fact in self._facts]
         return self.one_per_dp_rank(await self._ranks.call(method, own))

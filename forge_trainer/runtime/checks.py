@@ -6,7 +6,8 @@ from pathlib import Path
 
 from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.engine.checkpoint import newest_checkpoint
+from forge_trainer.engine import ENGINES, find_engine
+from forge_trainer.engine.checkpoint_files import newest_checkpoint
 from forge_trainer.engine.titan.support import refuse_unsupported
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.objective import make_loss, required_fields
@@ -26,6 +27,8 @@ def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
         ConfigError: with the key, what was given and what is allowed.
     """
     resolve_device(trainer.device)
+    if trainer.engine not in ENGINES:
+        find_engine(trainer.engine)
     if trainer.engine == "titan":
         refuse_unsupported(read_hf_config(path))
     facts = read_model_facts(path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge_trainer.protocols import EngineFacts
-from forge_trainer.status import TrainerFacts
+from forge_trainer.status import RankStatus, TrainerFacts, TrainerStatus
+from forge_trainer.types import WeightsVersion
 
 from .ranks import RankCalls
 
@@ -26,4 +28,31 @@ async def trainer_facts(ranks: RankCalls, facts: EngineFacts, model_dir: Path) -
         dp_size=facts.dp_size,
         ranks=list(await asyncio.gather(*asked)),
         library_versions={name: importlib.metadata.version(name) for name in LIBRARIES},
+    )
+
+
+async def rank_statuses(ranks: RankCalls) -> list[RankStatus]:
+    """A snapshot of every rank, while it works."""
+    return list(await asyncio.gather(*(ranks.ask(rank, "status") for rank in range(ranks.size))))
+
+
+def merge_statuses(
+    by_rank: Sequence[RankStatus],
+    per_dp_rank: Sequence[RankStatus],
+    *,
+    published: WeightsVersion | None,
+    saving: str | None,
+) -> TrainerStatus:
+    """What the ranks say, and what the handle knows, as one."""
+    errors = [status.last_error for status in by_rank if status.last_error]
+    first = by_rank[0]
+    return TrainerStatus(
+        step=first.step,
+        phase=first.phase,
+        seconds_in_phase=first.seconds_in_phase,
+        accumulated_sequences=sum(s.accumulated_sequences for s in per_dp_rank),
+        accumulated_tokens=sum(s.accumulated_tokens for s in per_dp_rank),
+        published=published,
+        saving=saving,
+        last_error=errors[0] if errors else None,
     )

@@ -28,9 +28,6 @@ from forge_trainer.errors import (
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import CallTicket, Completion, SamplingParams, WeightsRef, WeightsVersion
 
-GRACE_S = 15.0
-"""What a rank gets beyond a collective's timeout before it is given up. Monarch needs about 9 s to
-notice a dead process."""
 CLOSE_TIMEOUT_S = 20.0
 
 
@@ -38,12 +35,13 @@ class MeshRanks:
     """Keeps `RankCalls` over a mesh of TitanTrainer actors."""
 
     def __init__(
-        self, actors: TitanTrainer, *, num_ranks: int, collective_timeout_s: float
+        self, actors: TitanTrainer, *, num_ranks: int, collective_timeout_s: float, grace_s: float
     ) -> None:
         self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(num_ranks)]
         self._handle_id = uuid.uuid4().hex[:8]
         self._number = 0
         self._collective_timeout_s = collective_timeout_s
+        self._grace_s = grace_s
         self._lost: WorkerLostError | None = None
 
     @property
@@ -100,7 +98,7 @@ class MeshRanks:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             broken = any(isinstance(task.exception(), CollectiveError) for task in done)
-            timeout_s = GRACE_S if broken else self._collective_timeout_s + GRACE_S
+            timeout_s = self._grace_s if broken else self._collective_timeout_s
             _, pending = await asyncio.wait(tasks, timeout=timeout_s)
         errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
         if pending:

@@ -86,7 +86,13 @@ async def running_services(
                 _start_generator(generator_mesh, generator, weights, model_dir, seed),
                 name="generator",
             )
-        stack.push_async_callback(_closing, "trainer", training.result().close)
+        # A save that runs beside other calls is let to its end.
+        stack.push_async_callback(
+            _closing,
+            "trainer",
+            training.result().close,
+            timeout_s=STOP_TIMEOUT_S + trainer.checkpoint_timeout_s,
+        )
         stack.push_async_callback(_closing, "generator", generating.result().close)
         yield Services(training.result(), generating.result())
 
@@ -104,7 +110,10 @@ async def _start_trainer(mesh: ProcMesh, setup: TrainerSetup) -> TrainerHandle:
         "trainer", TitanTrainer, config, setup.weights, str(setup.model_dir), STORE_NAME
     )
     ranks = MeshRanks(
-        actors, num_ranks=config.num_ranks, collective_timeout_s=config.collective_timeout_s
+        actors,
+        num_ranks=config.num_ranks,
+        collective_timeout_s=config.collective_timeout_s,
+        grace_s=config.grace_s,
     )
     handle = TrainerHandle(setup, ranks)
     await handle.setup()
@@ -137,10 +146,12 @@ async def _running_mesh(name: str, num_processes: int, cpu_threads: int) -> Asyn
         await _closing(f"{name} processes", lambda: mesh.stop("closed"))
 
 
-async def _closing(what: str, close: Callable[[], Awaitable[object]]) -> None:
+async def _closing(
+    what: str, close: Callable[[], Awaitable[object]], *, timeout_s: float = STOP_TIMEOUT_S
+) -> None:
     """Close one thing; a failure is logged, since the rest must be closed as well."""
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await close()
     except Exception as error:
         logger.warning("closing the %s failed: %r", what, error)

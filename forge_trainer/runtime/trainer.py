@@ -15,11 +15,8 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.engine.checkpoint import find_checkpoint, prune_checkpoints, step_name
-from forge_trainer.errors import CheckpointError, DataError, ForgeTrainerError, WorkerLostError
-from forge_trainer.functional.objective import make_loss, required_fields
-from forge_trainer.functional.packing import PackedCall
-from forge_trainer.protocols import EngineFacts, EngineForwardBackward
+from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
+from forge_trainer.protocols import EngineFacts
 from forge_trainer.status import TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointFormat,
@@ -36,8 +33,9 @@ from forge_trainer.types import (
     WeightsRef,
 )
 
-from .batches import BatchDealer, merge_outputs, merge_shares
-from .facts import trainer_facts
+from .batches import BatchDealer
+from .checkpoints import Checkpoints
+from .facts import merge_statuses, rank_statuses, trainer_facts
 from .publish import WeightsPublisher
 from .ranks import RankCalls, agreed
 from .tasks import to_the_end
@@ -69,6 +67,9 @@ class TrainerHandle:
         self._step = 0
         self._is_closed = False
         self._publisher = WeightsPublisher(ranks, setup.weights)
+        self._checkpoints = Checkpoints(
+            ranks, setup.checkpoint_folder, setup.trainer.keep_checkpoints
+        )
 
     async def setup(self) -> None:
         """Build the engines of all ranks."""
@@ -85,8 +86,7 @@ class TrainerHandle:
     ) -> ForwardResult:
         """Log-probs of every token under the current weights; no gradients."""
         packed = self._batches.pack(sequences)
-        outputs = await self._alone(self._batches.call, "forward", packed, with_entropy)
-        return merge_outputs(packed, outputs, with_entropy=with_entropy)
+        return await self._alone(self._batches.forward, packed, with_entropy)
 
     async def forward_backward(
         self,
@@ -102,8 +102,8 @@ class TrainerHandle:
             ConfigError: unknown loss or option. DataError: see `validate_sequences`.
             EngineError: the loss failed on a rank; everything accumulated is dropped.
         """
-        packed = self._pack_for_loss(sequences, loss, loss_config)
-        return await self._alone(self._forward_backward, packed, loss, loss_config, return_logprobs)
+        call = self._batches.prepare(sequences, loss, loss_config, return_logprobs=return_logprobs)
+        return await self._alone(self._batches.forward_backward, call)
 
     async def optim_step(
         self, *, normalize: Normalize = "tokens", params: OptimParams | None = None
@@ -127,10 +127,10 @@ class TrainerHandle:
         If the update is refused, the gradient goes with it.
         """
         _require_normalize(normalize)
-        packed = self._pack_for_loss(sequences, loss, loss_config)
+        call = self._batches.prepare(sequences, loss, loss_config, return_logprobs=return_logprobs)
 
         async def step() -> TrainStepResult:
-            fb = await self._forward_backward(packed, loss, loss_config, return_logprobs)
+            fb = await self._batches.forward_backward(call)
             try:
                 return TrainStepResult(fb, await self._optim_step(normalize, params))
             except WorkerLostError:
@@ -152,37 +152,32 @@ class TrainerHandle:
         path: str | None = None,
         weights_only: bool = False,
         format: CheckpointFormat = "dcp",
+        wait: bool = True,
     ) -> CheckpointInfo:
         """Write a checkpoint to `path`, or as `name` into the checkpoint folder.
 
         Without either, the name is `step-N`; of those, the newest `keep_checkpoints` stay. `hf` is
-        a float32 Hugging Face directory.
+        a float32 Hugging Face directory. With `wait=False` the call returns once the state is
+        copied; `wait_for_save` tells when the checkpoint is complete.
 
         Raises:
-            CheckpointError: it exists already, cannot be written, or gradients are accumulated.
+            CheckpointError: it exists already, cannot be written, or gradients are accumulated; or
+                the last save with `wait=False` has failed and nobody has asked for it.
         """
-        if name is not None and path is not None:
-            raise CheckpointError(f"give name or path, not both; got {name!r} and {path!r}")
-        if format not in get_args(CheckpointFormat):
-            raise CheckpointError(f"format is {format!r}; use one of {get_args(CheckpointFormat)}")
-        return await self._alone(self._save, name, path, weights_only, format)
 
-    async def _save(
-        self, name: str | None, path: str | None, weights_only: bool, format: CheckpointFormat
-    ) -> CheckpointInfo:
-        status = await self.get_status()
-        if status.accumulated_tokens and not weights_only and format == "dcp":
-            raise CheckpointError(
-                "gradients are accumulated and would be lost; call optim_step or "
-                "clear_gradients before save"
-            )
-        folder, keep = self._setup.checkpoint_folder, self._setup.trainer.keep_checkpoints
-        target = path or folder / (name or step_name(self._step))
-        request = SaveRequest(str(target), weights_only, format)
-        infos: list[CheckpointInfo] = await self._call_all("save", request)
-        if keep is not None:
-            await asyncio.to_thread(prune_checkpoints, folder, keep)
-        return agreed("save", infos)
+        async def save() -> CheckpointInfo:
+            target = self._checkpoints.target(self._step, name=name, path=path)
+            return await self._checkpoints.save(SaveRequest(target, weights_only, format, wait))
+
+        return await self._alone(save)
+
+    async def wait_for_save(self) -> CheckpointInfo | None:
+        """What became of the last save with `wait=False`; None if there is nothing to tell.
+
+        Raises:
+            CheckpointError: it failed. The checkpoints before are as they were.
+        """
+        return await self._checkpoints.wait()
 
     async def load(
         self,
@@ -200,16 +195,30 @@ class TrainerHandle:
             CheckpointError: there is none, or it is damaged or of another model; the trainer is
                 as before.
         """
-        source = find_checkpoint(self._setup.checkpoint_folder, path=path, name=name, step=step)
-        return await self._alone(self._load, str(source), weights_only)
+        source = self._checkpoints.find(path=path, name=name, step=step)
+        return await self._alone(self._load, source, weights_only)
 
-    async def _load(self, source: str, weights_only: bool) -> CheckpointInfo:
-        infos: list[CheckpointInfo] = await self._call_all("load", source, weights_only)
-        info = agreed("load", infos)
+    async def _load(self, source: Path, weights_only: bool) -> CheckpointInfo:
+        info = await self._checkpoints.load(source, weights_only=weights_only)
         if not weights_only:
             self._step = info.step
         self._publisher.open_epoch()
         return info
+
+    async def to(self, device: str) -> None:
+        """Move the trainer's state to "cpu", so that others may use the device, or back ("cuda").
+
+        Values do not change. While it is away, calls that need it raise EngineError.
+        """
+        await self._alone(self._call_all, "to", device)
+
+    async def train_mode(self) -> None:
+        """Switch dropout on. It is off at the start: with it, importance ratios are noise."""
+        await self._alone(self._call_all, "train_mode")
+
+    async def eval_mode(self) -> None:
+        """Switch dropout off again."""
+        await self._alone(self._call_all, "eval_mode")
 
     async def push_weights(self, *, policy_version: int | None = None) -> WeightsRef:
         """Publish the current weights: every rank writes its pieces, then the manifest is written.
@@ -231,25 +240,29 @@ class TrainerHandle:
 
     async def get_status(self) -> TrainerStatus:
         """A snapshot that answers at once, also while a step runs."""
-        asked = [self._ranks.ask(rank, "status") for rank in range(self._ranks.size)]
-        by_rank = await asyncio.gather(*asked)
-        per_dp_rank = self._batches.one_per_dp_rank(by_rank)
-        errors = [status.last_error for status in by_rank if status.last_error]
-        return TrainerStatus(
-            step=by_rank[0].step,
-            phase=by_rank[0].phase,
-            seconds_in_phase=by_rank[0].seconds_in_phase,
-            accumulated_sequences=sum(s.accumulated_sequences for s in per_dp_rank),
-            accumulated_tokens=sum(s.accumulated_tokens for s in per_dp_rank),
+        by_rank = await rank_statuses(self._ranks)
+        return merge_statuses(
+            by_rank,
+            self._batches.one_per_dp_rank(by_rank),
             published=self._publisher.published,
-            last_error=errors[0] if errors else None,
+            saving=self._checkpoints.saving,
         )
 
     async def close(self) -> None:
-        """Wait for the call that runs, then free the ranks. A second call does nothing."""
+        """Wait for the call and the save that run, then free the ranks; once.
+
+        Raises:
+            CheckpointError: the save failed; the ranks are free nevertheless.
+        """
         if not self._is_closed:
             self._is_closed = True
-            await self._alone(self._ranks.close)
+            await self._alone(self._close)
+
+    async def _close(self) -> None:
+        try:
+            await self._checkpoints.wait()
+        finally:
+            await self._ranks.close()
 
     async def _alone(
         self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
@@ -257,27 +270,6 @@ class TrainerHandle:
         """The result of `work`, with no other call to the ranks in between."""
         async with self._lock:
             return await to_the_end(work(*args, **kwargs))
-
-    def _pack_for_loss(
-        self,
-        sequences: Sequence[TrainSequence],
-        loss: str | LossFn,
-        config: Mapping[str, Any] | None,
-    ) -> PackedCall:
-        make_loss(loss, config)
-        return self._batches.pack(sequences, required_fields(loss, config))
-
-    async def _forward_backward(
-        self,
-        packed: PackedCall,
-        loss: str | LossFn,
-        loss_config: Mapping[str, Any] | None,
-        return_logprobs: bool,
-    ) -> ForwardBackwardResult:
-        shares: list[EngineForwardBackward] = await self._batches.call(
-            "forward_backward", packed, loss, loss_config, return_logprobs
-        )
-        return merge_shares(packed, shares, return_logprobs=return_logprobs)
 
     async def _optim_step(
         self, normalize: Normalize, params: OptimParams | None

@@ -42,7 +42,7 @@ def build_parallel_dims(config: TrainerConfig) -> ParallelDims:
     dist.barrier()
     for mesh in dims.get_all_one_dimensional_meshes().values():
         dist.distributed_c10d._set_pg_timeout(
-            timedelta(seconds=config.collective_timeout_s), mesh.get_group()
+            timedelta(seconds=config.group_timeout_s), mesh.get_group()
         )
     return dims
 

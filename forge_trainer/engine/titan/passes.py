@@ -6,44 +6,49 @@ Both give log-probs where the model ends; ranks of earlier pipeline stages get n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from forge_trainer.types import TrainBatch
 
+from ..steps import Loss, Outputs
 from .attention import attention_masks
 from .parallel import BuiltModel
 
-Outputs = tuple[Tensor, Tensor | None]
-"""logprobs_BT, entropies_BT"""
-Loss = Callable[[Tensor, Tensor | None, TrainBatch], Tensor]
-"""(logprobs_BT, entropies_BT, batch) -> the sum to run backward on"""
-
-
-class ModelPass(Protocol):
-    def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
-        """Without gradients; None on ranks where the model does not end."""
-        ...
-
-    def forward_backward(self, batch: TrainBatch, loss: Loss, *, with_entropy: bool) -> None:
-        """Adds to the gradients. `loss` is called once or more, on some rows of the batch each."""
-        ...
-
 
 class WholePass:
-    """The model on one rank, or sharded in ways that its forward hides."""
+    """The model on one rank, or sharded in ways that its forward hides.
 
-    def __init__(self, built: BuiltModel) -> None:
+    With `defers_reduction`, gradients stay whole on every rank until a call's last microbatch.
+    """
+
+    def __init__(self, built: BuiltModel, *, defers_reduction: bool = False) -> None:
         self._model = built.part
+        self._defers_reduction = defers_reduction
 
     def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
         return self._outputs(batch, with_entropy)
 
-    def forward_backward(self, batch: TrainBatch, loss: Loss, *, with_entropy: bool) -> None:
+    def forward_backward(
+        self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
+    ) -> None:
+        if self._defers_reduction:
+            self._model.set_requires_gradient_sync(is_last)
         logprobs_BT, entropies_BT = self._outputs(batch, with_entropy)
         loss(logprobs_BT, entropies_BT, batch).backward()
+
+    def abandon(self) -> None:
+        for module in self._model.modules() if self._defers_reduction else ():
+            if isinstance(module, FSDPModule):
+                # torch 2.13.0 has no public way to drop what has not been reduced.
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter.unsharded_param.grad = None
 
     def _outputs(self, batch: TrainBatch, with_entropy: bool) -> Outputs:
         hidden_BTH = self._model(
@@ -103,8 +108,13 @@ class PipelinePass:
         logprobs, entropies = zip(*self._outputs, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
-    def forward_backward(self, batch: TrainBatch, loss: Loss, *, with_entropy: bool) -> None:
+    def forward_backward(
+        self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
+    ) -> None:
         self._run(self._schedule.step, batch, loss, with_entropy)
+
+    def abandon(self) -> None:
+        """Nothing to drop: every pass reduces its gradients."""
 
     def _run(
         self, run: Callable[..., Any], batch: TrainBatch, loss: Loss | None, with_entropy: bool

@@ -1,0 +1,91 @@
+"""A trainer's checkpoints as its handle sees them: where they go, which stay, what still runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from forge_trainer.engine.checkpoint_files import find_checkpoint, prune_checkpoints, step_name
+from forge_trainer.errors import CheckpointError
+from forge_trainer.types import CheckpointInfo, SaveRequest
+
+from .facts import rank_statuses
+from .ranks import RankCalls, agreed
+
+
+class Checkpoints:
+    """Saves and loads on all ranks. One save at a time runs beside other calls."""
+
+    def __init__(self, ranks: RankCalls, folder: Path, keep: int | None) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._keep = keep
+        self._running: asyncio.Task[CheckpointInfo] | None = None
+        self.saving: str | None = None
+        """Path of the save that runs beside other calls."""
+
+    def target(self, step: int, *, name: str | None, path: str | None) -> str:
+        """Where a save goes."""
+        if name is not None and path is not None:
+            raise CheckpointError(f"give name or path, not both; got {name!r} and {path!r}")
+        return path or str(self._folder / (name or step_name(step)))
+
+    async def save(self, request: SaveRequest) -> CheckpointInfo:
+        """See `TrainerHandle.save`. First waits for a save that still runs."""
+        if request.is_full:
+            await self._require_no_gradients()
+        await self.wait()
+        infos: list[CheckpointInfo] = await self._ranks.call(
+            "save", [(request,)] * self._ranks.size
+        )
+        if request.wait:
+            await self._prune()
+        else:
+            self.saving = request.path
+            self._running = asyncio.create_task(self._complete(), name=f"save {request.path}")
+        return agreed("save", infos)
+
+    async def _require_no_gradients(self) -> None:
+        if any(status.accumulated_tokens for status in await rank_statuses(self._ranks)):
+            raise CheckpointError(
+                "gradients are accumulated and would be lost; call optim_step or "
+                "clear_gradients before save"
+            )
+
+    async def wait(self) -> CheckpointInfo | None:
+        """What became of the save that ran beside other calls; None if there was none.
+
+        Raises:
+            CheckpointError: it failed. Told once.
+        """
+        if self._running is None:
+            return None
+        try:
+            return await asyncio.shield(self._running)
+        finally:
+            if self._running is not None and self._running.done():
+                self._running = None
+
+    def find(self, *, path: str | None, name: str | None, step: int | None) -> Path:
+        """See `find_checkpoint`."""
+        return find_checkpoint(self._folder, path=path, name=name, step=step)
+
+    async def load(self, source: Path, *, weights_only: bool) -> CheckpointInfo:
+        """See `TrainerHandle.load`. Ranks wait for a save that still runs."""
+        infos: list[CheckpointInfo] = await self._ranks.call(
+            "load", [(str(source), weights_only)] * self._ranks.size
+        )
+        return agreed("load", infos)
+
+    async def _complete(self) -> CheckpointInfo:
+        try:
+            asked = [self._ranks.ask(rank, "wait_for_save") for rank in range(self._ranks.size)]
+            infos: list[CheckpointInfo] = await asyncio.gather(*asked)
+            await self._prune()
+        finally:
+            self.saving = None
+        return agreed("save", infos)
+
+    async def _prune(self) -> None:
+        if self._keep is not None:
+            await asyncio.to_thread(prune_checkpoints, self._folder, self._keep)
