@@ -6,18 +6,16 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.config.schema import GeneratorConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     EngineError,
@@ -27,10 +25,7 @@ from forge_trainer.errors import (
 )
 from forge_trainer.functional.tokens import document_means
 from forge_trainer.generation.transformers import TransformersGenerator
-from forge_trainer.hf import load_causal_lm
-from forge_trainer.runtime.checks import check_generator, check_trainer
 from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.types import (
     LossOutput,
     OptimParams,
@@ -40,57 +35,8 @@ from forge_trainer.types import (
     WeightsRef,
     WeightsVersion,
 )
-from forge_trainer.weights.memory import MemoryWeightStore
 from tests.data import random_sequences
-
-CONFIG = TrainerConfig(
-    device="cpu",
-    optimizer=OptimizerConfig(lr=1e-2),
-    packing=PackingConfig(max_row_tokens=64, rows_per_microbatch=2),
-)
-
-
-@dataclasses.dataclass
-class Bench:
-    """A trainer and a generator that share a store."""
-
-    trainer: TrainerHandle
-    generator: TransformersGenerator
-    store: MemoryWeightStore
-    runner: asyncio.Runner
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(coroutine)
-
-
-@pytest.fixture(params=["titan", "local"])
-def bench(request: pytest.FixtureRequest, tiny_qwen3: Path, tmp_path: Path) -> Iterator[Bench]:
-    store = MemoryWeightStore()
-    with asyncio.Runner() as runner:
-        trainer = runner.run(
-            start_in_process_trainer(
-                CONFIG.model_copy(update={"engine": request.param}),
-                model_dir=tiny_qwen3,
-                checkpoint_folder=tmp_path / "checkpoints",
-                weights=WeightsConfig(keep_versions=2),
-                store=store,
-            )
-        )
-        generator = TransformersGenerator(
-            GeneratorConfig(device="cpu", max_prompt_tokens=8),
-            model_dir=tiny_qwen3,
-            store=store,
-            dtype=torch.float32,
-            seed=0,
-        )
-        runner.run(generator.setup())
-        yield Bench(trainer, generator, store, runner)
-        runner.run(generator.close())
-        runner.run(trainer.close())
-    assert not dist.is_initialized()
-
-
-GOOD = random_sequences(4)
+from tests.unit.conftest import CONFIG, GOOD, Bench
 
 
 def _long(length: int) -> TrainSequence:
@@ -387,37 +333,6 @@ def test_published_weights_do_not_alias_live_ones(bench: Bench) -> None:
     assert all(torch.equal(bench.store._pieces[key], piece) for key, piece in before.items())
 
 
-def test_checkpoints_are_found_by_age_name_step_and_path(bench: Bench, tmp_path: Path) -> None:
-    trainer = bench.trainer
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        bench.run(trainer.load())
-    for _ in range(2):
-        bench.run(trainer.train_step(GOOD, loss="grpo"))
-        bench.run(trainer.save())
-    (tmp_path / "checkpoints" / "step-9").mkdir()
-    assert bench.run(trainer.load()).step == 2
-    assert bench.run(trainer.load(step=1)).step == 1
-    assert bench.run(trainer.get_status()).step == 1
-    elsewhere = str(tmp_path / "elsewhere")
-    assert bench.run(trainer.save(path=elsewhere)).path == elsewhere
-    assert bench.run(trainer.load(path=elsewhere)).step == 1
-    for given, message in (
-        ({"step": 9}, "lacks forge_trainer.json, so it is incomplete"),
-        ({"name": "none"}, "does not exist"),
-        ({"name": "a", "step": 1}, "at most one of"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            bench.run(trainer.load(**given))
-    with pytest.raises(CheckpointError, match="exists already"):
-        bench.run(trainer.save("step-1"))
-
-
-def test_save_refuses_to_lose_gradients(bench: Bench) -> None:
-    bench.run(bench.trainer.forward_backward(GOOD, loss="grpo"))
-    with pytest.raises(CheckpointError, match="gradients are accumulated"):
-        bench.run(bench.trainer.save())
-
-
 def test_a_load_opens_a_new_weights_epoch(bench: Bench) -> None:
     trainer = bench.trainer
     bench.run(trainer.train_step(GOOD, loss="grpo"))
@@ -503,34 +418,6 @@ def test_half_a_gradient_never_reaches_the_next_step(bench: Bench, loss: Any) ->
     assert found == wanted
 
 
-def _damage(checkpoint: Path, how: str) -> None:
-    data = next(file for file in sorted(checkpoint.iterdir()) if file.suffix == ".distcp")
-    content = bytearray(data.read_bytes())
-    if how == "flipped":
-        content[len(content) // 2] ^= 1
-        data.write_bytes(content)
-    elif how == "truncated":
-        data.write_bytes(content[:-10])
-    elif how == "metadata":
-        (checkpoint / ".metadata").unlink()
-    else:
-        (checkpoint / "forge_trainer.json").write_text("{")
-
-
-@pytest.mark.parametrize("how", ["flipped", "truncated", "metadata", "marker"])
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(bench: Bench, how: str) -> None:
-    trainer = bench.trainer
-    saved = bench.run(trainer.save())
-    _damage(Path(saved.path), how)
-    bench.run(trainer.train_step(GOOD, loss="grpo"))
-    before = bench.run(trainer.forward(GOOD)).logprobs
-    wanted = {"metadata": ".metadata is missing", "marker": "forge_trainer.json is damaged"}
-    with pytest.raises(CheckpointError, match=wanted.get(how, ".distcp is damaged")):
-        bench.run(trainer.load(path=saved.path))
-    assert bench.run(trainer.forward(GOOD)).logprobs == before
-    assert bench.run(trainer.get_status()).step == 1
-
-
 def test_a_new_trainer_on_an_old_store_opens_a_new_epoch(
     bench: Bench, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
@@ -564,58 +451,3 @@ def test_a_config_that_does_not_fit_the_model_is_refused_in_process(
         asyncio.run(
             start_in_process_trainer(config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path)
         )
-
-
-def test_an_hf_export_loads_in_transformers(bench: Bench, tmp_path: Path) -> None:
-    """Same logits, and a trainer can start from it."""
-    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
-    saved = bench.run(bench.trainer.save(path=str(tmp_path / "hf"), format="hf"))
-    assert (saved.format, saved.weights_only, saved.step) == ("hf", True, 1)
-    model = load_causal_lm(saved.path, dtype=torch.float32, device=torch.device("cpu"))
-    sequence = GOOD[0]
-    ids = torch.tensor([list(sequence.token_ids)])
-    with torch.no_grad():
-        log_p = torch.log_softmax(model(ids).logits[0] / sequence.temperature, -1)
-    wanted = [0.0, *log_p[range(len(sequence) - 1), sequence.token_ids[1:]].tolist()]
-    found = bench.run(bench.trainer.forward([sequence])).logprobs[0]
-    assert found == pytest.approx(wanted, abs=1e-5)
-    with pytest.raises(CheckpointError, match="start a trainer from it with model.path"):
-        bench.run(bench.trainer.load(path=saved.path))
-    check_trainer(Path(saved.path), CONFIG)
-    check_generator(Path(saved.path), GeneratorConfig(max_prompt_tokens=8))
-
-
-def test_weights_alone_can_be_saved_and_loaded(bench: Bench, tmp_path: Path) -> None:
-    trainer = bench.trainer
-    bench.run(trainer.train_step(GOOD, loss="grpo"))
-    saved = bench.run(trainer.save("weights", weights_only=True))
-    wanted = bench.run(trainer.forward(GOOD)).logprobs
-    bench.run(trainer.train_step(GOOD, loss="grpo"))
-    with pytest.raises(CheckpointError, match="holds weights only"):
-        bench.run(trainer.load(path=saved.path))
-    assert bench.run(trainer.load(name="weights", weights_only=True)).weights_only
-    assert bench.run(trainer.forward(GOOD)).logprobs == wanted
-    assert bench.run(trainer.get_status()).step == 2
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        bench.run(trainer.load())
-
-
-def test_only_the_newest_checkpoints_stay(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Named ones and incomplete ones are left alone."""
-    config = CONFIG.model_copy(update={"engine": "local", "keep_checkpoints": 2})
-    (tmp_path / "step-0").mkdir()
-
-    async def scenario() -> None:
-        trainer = await start_in_process_trainer(
-            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
-        )
-        await trainer.save("by-name")
-        for _ in range(4):
-            await trainer.train_step(GOOD, loss="grpo")
-            await trainer.save()
-        assert (await trainer.load()).step == 4
-        await trainer.close()
-
-    asyncio.run(scenario())
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"by-name", "step-0", "step-3", "step-4"}

@@ -1,0 +1,311 @@
+"""Checkpoints of the in-process trainer: what is kept, what is found, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from forge_trainer.config.schema import GeneratorConfig
+from forge_trainer.errors import CheckpointError
+from forge_trainer.hf import load_causal_lm
+from forge_trainer.runtime.checks import check_generator, check_trainer
+from forge_trainer.runtime.in_process import start_in_process_trainer
+from forge_trainer.types import LossOutput, TrainBatch
+from tests.unit.conftest import CONFIG, GOOD, Bench
+
+LOCAL = CONFIG.model_copy(update={"engine": "local"})
+
+
+def test_checkpoints_are_found_by_age_name_step_and_path(bench: Bench, tmp_path: Path) -> None:
+    trainer = bench.trainer
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        bench.run(trainer.load())
+    for _ in range(2):
+        bench.run(trainer.train_step(GOOD, loss="grpo"))
+        bench.run(trainer.save())
+    (tmp_path / "checkpoints" / "step-9").mkdir()
+    assert bench.run(trainer.load()).step == 2
+    assert bench.run(trainer.load(step=1)).step == 1
+    assert bench.run(trainer.get_status()).step == 1
+    elsewhere = str(tmp_path / "elsewhere")
+    assert bench.run(trainer.save(path=elsewhere)).path == elsewhere
+    assert bench.run(trainer.load(path=elsewhere)).step == 1
+    for given, message in (
+        ({"step": 9}, "lacks forge_trainer.json, so it is incomplete"),
+        ({"name": "none"}, "does not exist"),
+        ({"name": "a", "step": 1}, "at most one of"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            bench.run(trainer.load(**given))
+    with pytest.raises(CheckpointError, match="exists already"):
+        bench.run(trainer.save("step-1"))
+
+
+def test_save_refuses_to_lose_gradients(bench: Bench) -> None:
+    bench.run(bench.trainer.forward_backward(GOOD, loss="grpo"))
+    with pytest.raises(CheckpointError, match="gradients are accumulated"):
+        bench.run(bench.trainer.save())
+
+
+def _damage(checkpoint: Path, how: str) -> None:
+    data = next(file for file in sorted(checkpoint.iterdir()) if file.suffix == ".distcp")
+    content = bytearray(data.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "truncated":
+        data.write_bytes(content[:-10])
+    elif how == "metadata":
+        (checkpoint / ".metadata").unlink()
+    else:
+        (checkpoint / "forge_trainer.json").write_text("{")
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "metadata", "marker"])
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(bench: Bench, how: str) -> None:
+    trainer = bench.trainer
+    saved = bench.run(trainer.save())
+    _damage(Path(saved.path), how)
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    before = bench.run(trainer.forward(GOOD)).logprobs
+    wanted = {"metadata": ".metadata is missing", "marker": "forge_trainer.json is damaged"}
+    with pytest.raises(CheckpointError, match=wanted.get(how, ".distcp is damaged")):
+        bench.run(trainer.load(path=saved.path))
+    assert bench.run(trainer.forward(GOOD)).logprobs == before
+    assert bench.run(trainer.get_status()).step == 1
+
+
+def test_an_hf_export_loads_in_transformers(bench: Bench, tmp_path: Path) -> None:
+    """Same logits, and a trainer can start from it."""
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    saved = bench.run(bench.trainer.save(path=str(tmp_path / "hf"), format="hf"))
+    assert (saved.format, saved.weights_only, saved.step) == ("hf", True, 1)
+    model = load_causal_lm(saved.path, dtype=torch.float32, device=torch.device("cpu"))
+    sequence = GOOD[0]
+    ids = torch.tensor([list(sequence.token_ids)])
+    with torch.no_grad():
+        log_p = torch.log_softmax(model(ids).logits[0] / sequence.temperature, -1)
+    wanted = [0.0, *log_p[range(len(sequence) - 1), sequence.token_ids[1:]].tolist()]
+    found = bench.run(bench.trainer.forward([sequence])).logprobs[0]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    with pytest.raises(CheckpointError, match="start a trainer from it with model.path"):
+        bench.run(bench.trainer.load(path=saved.path))
+    check_trainer(Path(saved.path), CONFIG)
+    check_generator(Path(saved.path), GeneratorConfig(max_prompt_tokens=8))
+
+
+def test_weights_alone_can_be_saved_and_loaded(bench: Bench, tmp_path: Path) -> None:
+    trainer = bench.trainer
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    saved = bench.run(trainer.save("weights", weights_only=True))
+    wanted = bench.run(trainer.forward(GOOD)).logprobs
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        bench.run(trainer.load(path=saved.path))
+    assert bench.run(trainer.load(name="weights", weights_only=True)).weights_only
+    assert bench.run(trainer.forward(GOOD)).logprobs == wanted
+    assert bench.run(trainer.get_status()).step == 2
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        bench.run(trainer.load())
+
+
+def test_only_the_newest_checkpoints_stay(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Named ones and incomplete ones are left alone."""
+    config = CONFIG.model_copy(update={"engine": "local", "keep_checkpoints": 2})
+    (tmp_path / "step-0").mkdir()
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        await trainer.save("by-name")
+        for _ in range(4):
+            await trainer.train_step(GOOD, loss="grpo")
+            await trainer.save()
+        assert (await trainer.load()).step == 4
+        await trainer.close()
+
+    asyncio.run(scenario())
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"by-name", "step-0", "step-3", "step-4"}
+
+
+def test_a_save_beside_training_holds_the_state_of_its_call(bench: Bench, tmp_path: Path) -> None:
+    trainer = bench.trainer
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    wanted = bench.run(trainer.forward(GOOD)).logprobs
+
+    async def save_and_go_on() -> None:
+        saved = await trainer.save(wait=False)
+        assert (saved.complete, saved.step) == (False, 1)
+        for _ in range(2):
+            await trainer.train_step(GOOD, loss="grpo")
+
+    bench.run(save_and_go_on())
+    done = bench.run(trainer.wait_for_save())
+    assert (done.complete, done.step, done.path) == (True, 1, str(tmp_path / "checkpoints/step-1"))
+    assert bench.run(trainer.wait_for_save()) is None
+    assert bench.run(trainer.load()).step == 1
+    assert bench.run(trainer.forward(GOOD)).logprobs == wanted
+
+
+@pytest.fixture
+def blocked_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """DCP writes nothing until the event is set."""
+    may_write, write = threading.Event(), dcp.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(dcp, "save", save)
+    return may_write
+
+
+def test_a_save_beside_training_is_seen_and_waited_for(
+    bench: Bench, tmp_path: Path, blocked_writer: threading.Event
+) -> None:
+    """Status names it; a second save and a load wait for it; close lets it finish."""
+    trainer, folder = bench.trainer, tmp_path / "checkpoints"
+
+    async def scenario() -> None:
+        first = await trainer.save("first", wait=False)
+        await trainer.train_step(GOOD, loss="grpo")
+        assert (await trainer.get_status()).saving == first.path
+        second = asyncio.create_task(trainer.save("second", wait=False))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        blocked_writer.set()
+        assert (await second).step == 1
+        blocked_writer.clear()
+        load = asyncio.create_task(trainer.load(name="first"))
+        await asyncio.sleep(0.05)
+        assert not load.done()
+        blocked_writer.set()
+        assert (await load).step == 0
+        blocked_writer.clear()
+        await trainer.save("third", wait=False)
+        closing = asyncio.create_task(trainer.close())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        blocked_writer.set()
+        await closing
+
+    bench.run(scenario())
+    assert {path.name for path in folder.iterdir()} == {"first", "second", "third"}
+    assert all((path / "forge_trainer.json").is_file() for path in folder.iterdir())
+
+
+def test_a_save_that_fails_beside_training_is_told_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = bench.trainer
+    bench.run(trainer.save("before"))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "x")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp, "save", full)
+        bench.run(trainer.save("lost", wait=False))
+        assert bench.run(trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+        with pytest.raises(CheckpointError, match="cannot write .*lost: .*No space left"):
+            bench.run(trainer.wait_for_save())
+        bench.run(trainer.save("lost too", wait=False))
+        with pytest.raises(CheckpointError, match="lost too: .*No space left"):
+            bench.run(trainer.save("next"))
+    assert bench.run(trainer.save("next")).complete
+    assert bench.run(trainer.load(name="before")).step == 0
+
+
+def test_what_cannot_be_saved_is_refused(bench: Bench) -> None:
+    with pytest.raises(CheckpointError, match="wait=False is for 'dcp'"):
+        bench.run(bench.trainer.save("x", format="hf", wait=False))
+    with pytest.raises(CheckpointError, match="format is 'pt'"):
+        bench.run(bench.trainer.save("x", format="pt"))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="name or path"):
+        bench.run(bench.trainer.save("x", path="y"))
+
+
+def test_a_full_disk_while_exporting_leaves_no_checkpoint(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the weights, and at the index, which is written last."""
+    write_text = Path.write_text
+
+    def full(path: Path, *args: Any) -> int:
+        if path.name == "model.safetensors.index.json":
+            raise OSError(28, "No space left on device", str(path))
+        return write_text(path, *args)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match="No space left on device: .*index.json"):
+        bench.run(bench.trainer.save("hf", format="hf"))
+    assert not (tmp_path / "checkpoints" / "hf").exists()
+    assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def _noisy(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    """Draws from every generator that a loss may use."""
+    noise_BT = torch.rand_like(logprobs_BT) + random.random() + float(np.random.rand())
+    return LossOutput(total=-(noise_BT * logprobs_BT).sum())
+
+
+def test_random_numbers_go_on_where_they_were(bench: Bench) -> None:
+    trainer = bench.trainer
+
+    def norms(number: int) -> list[float]:
+        steps = [bench.run(trainer.train_step(GOOD, loss=_noisy)) for _ in range(number)]
+        return [step.optim.grad_norm for step in steps]
+
+    norms(1)
+    bench.run(trainer.save(wait=False))
+    straight = norms(2)
+    bench.run(trainer.load())
+    assert norms(2) == straight
+
+
+def test_trainers_with_one_seed_draw_the_same(tiny_qwen3: Path, tmp_path: Path) -> None:
+    async def norm(seed: int) -> float:
+        trainer = await start_in_process_trainer(
+            LOCAL.model_copy(update={"seed": seed}),
+            model_dir=tiny_qwen3,
+            checkpoint_folder=tmp_path,
+        )
+        result = await trainer.train_step(GOOD, loss=_noisy)
+        await trainer.close()
+        return result.optim.grad_norm
+
+    first, second, other = (asyncio.run(norm(seed)) for seed in (1, 1, 2))
+    assert first == second != other
+
+
+def test_skipped_steps_are_counted_across_a_resume(tiny_qwen3: Path, tmp_path: Path) -> None:
+    config = LOCAL.model_copy(update={"on_non_finite": "skip"})
+
+    async def scenario() -> float:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        huge = [dataclasses.replace(s, advantages=[3e38] * len(s)) for s in GOOD]
+        assert (await trainer.train_step(huge, loss="reinforce")).optim.skipped
+        await trainer.save()
+        await trainer.close()
+        resumed = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        await resumed.load()
+        result = await resumed.train_step(GOOD, loss="reinforce")
+        await resumed.close()
+        return float(result.optim.metrics["trainer/skipped_steps"].value)
+
+    assert asyncio.run(scenario()) == 1.0
