@@ -18,16 +18,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointInfo, SaveRequest
 
 from .checkpoint_files import Marker, hash_file, read_marker, verify_files, write_marker
 from .random_state import random_state, set_random_state
+from .staging import Staging, State
 from .together import RankGroup
 
-State = dict[str, Any]
 RANDOM = "random"
 """Key of the random states by rank."""
 
@@ -42,15 +41,7 @@ class Checkpointer:
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        # The copy is reused, so that only the first save pays for fresh memory.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=device.type == "cuda",
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=device.type == "cuda",
-            )
-        )
+        self._staging = Staging(device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[CheckpointInfo] | None = None
 
@@ -66,8 +57,7 @@ class Checkpointer:
             state = {**state, RANDOM: self._random_state()}
         if request.wait:
             return self._finish(request, step, partial, lambda: self._write(partial, state))
-        copy = self._stager.stage(state)
-        assert isinstance(copy, dict), "staging is not asynchronous"
+        copy = self._staging.copy(state)
         self._running = self._thread.submit(
             self._finish, request, step, partial, lambda: self._write(partial, copy)
         )
@@ -127,7 +117,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for a running save, and free its copy of the state."""
         self._thread.shutdown(wait=True)
-        self._stager.close()
+        self._staging.close()
 
     def _random_state(self) -> State:
         return {str(self._group.rank): random_state(self._device)}
