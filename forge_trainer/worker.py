@@ -20,6 +20,7 @@ import torch
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import find_engine
+from forge_trainer.engine.profiling import StepProfiler
 from forge_trainer.errors import (
     CollectiveError,
     EngineError,
@@ -71,6 +72,7 @@ class Worker:
         self._world = world
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._phase, self._phase_since = "idle", time.monotonic()
+        self._profiler = StepProfiler(config.profiling, world.rank)
         self._is_set_up = False
         self._last_error: str | None = None
         self._engine = find_engine(config.engine)(config, model_dir, world)
@@ -87,9 +89,11 @@ class Worker:
     async def forward(
         self, batches: Sequence[TrainBatch], with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        return await self._run(
-            "forward", lambda: self._engine.forward(batches, with_entropy=with_entropy)
-        )
+        def forward() -> list[MicrobatchOutput]:
+            self._begin_step()
+            return self._engine.forward(batches, with_entropy=with_entropy)
+
+        return await self._run("forward", forward)
 
     async def forward_backward(
         self,
@@ -99,17 +103,24 @@ class Worker:
         return_logprobs: bool,
     ) -> EngineForwardBackward:
         loss_fn = make_loss(loss, loss_config)
-        return await self._run(
-            "forward_backward",
-            lambda: self._engine.forward_backward(
-                batches, loss_fn, return_logprobs=return_logprobs
-            ),
-        )
+
+        def forward_backward() -> EngineForwardBackward:
+            self._begin_step()
+            return self._engine.forward_backward(batches, loss_fn, return_logprobs=return_logprobs)
+
+        return await self._run("forward_backward", forward_backward)
 
     async def optim_step(self, normalize: Normalize, params: OptimParams | None) -> OptimStepResult:
-        return await self._run(
-            "optim_step", lambda: self._engine.optim_step(normalize=normalize, params=params)
-        )
+        def optim_step() -> OptimStepResult:
+            try:
+                return self._engine.optim_step(normalize=normalize, params=params)
+            finally:
+                self._profiler.end()
+
+        return await self._run("optim_step", optim_step)
+
+    def _begin_step(self) -> None:
+        self._profiler.begin(self._engine.step + 1, self._engine.facts().device)
 
     async def clear_gradients(self) -> None:
         await self._run("clear_gradients", self._engine.clear_gradients)
@@ -180,8 +191,12 @@ class Worker:
 
     async def close(self) -> None:
         """Wait for the work thread and free the engine."""
-        await self._run("close", self._engine.close)
+        await self._run("close", self._close)
         self._thread.shutdown(wait=True)
+
+    def _close(self) -> None:
+        self._profiler.end()
+        self._engine.close()
 
     async def _run(self, phase: str, work: Callable[[], T]) -> T:
         """The result of `work` on the work thread; its errors say where they come from."""

@@ -25,6 +25,10 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     """Stages of the model; 1F1B."""
+    context: PositiveInt = 1
+    """Parts of every row (CP); only 1 works so far."""
+    expert: PositiveInt = 1
+    """Parts of the experts (EP); only 1 works so far."""
     pipeline_microbatches: PositiveInt | None = None
     """Parts that a microbatch's rows are cut into for the pipeline; None is one per stage."""
 
@@ -38,6 +42,21 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"pipeline_microbatches={self.pipeline_microbatches} leave some of the "
                 f"{self.pipeline} pipeline stages without work; give at least {self.pipeline}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def axes_are_supported(self) -> Self:
+        if self.context > 1:
+            raise ValueError(
+                f"context={self.context}: context parallelism is not supported; TorchTitan 0.3.0 "
+                "has it on CUDA only, and a row's log-probs would lie on several ranks. Use "
+                "tensor and activation_checkpointing for long rows"
+            )
+        if self.expert > 1:
+            raise ValueError(
+                f"expert={self.expert}: expert parallelism splits the experts of an MoE model; "
+                "the supported models (llama, qwen3) are dense"
             )
         return self
 
@@ -86,6 +105,24 @@ class PackingConfig(Section):
     """False: one sequence per row."""
 
 
+class ProfilingConfig(Section):
+    """Step N is the work that leads to N updates."""
+
+    folder: str | None = None
+    """Where the files go: step-N-rank-R.trace.json.gz (Perfetto) and .memory.pickle
+    (pytorch.org/memory_viz)."""
+    trace_steps: list[PositiveInt] = []
+    """Steps whose operators and kernels are traced."""
+    memory_steps: list[PositiveInt] = []
+    """Steps whose allocations on the GPU are recorded."""
+
+    @model_validator(mode="after")
+    def steps_have_a_folder(self) -> Self:
+        if (self.trace_steps or self.memory_steps) and self.folder is None:
+            raise ValueError("profiling.folder is missing: where shall traces go?")
+        return self
+
+
 class TrainerConfig(Section):
     engine: str = "titan"
     """`titan`, `local`, or an engine of your own as "package.module:Engine"."""
@@ -98,13 +135,18 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass. Parameters, gradients and their sums are float32."""
+    float8: Literal["none", "rowwise", "rowwise_with_gw_hp", "emulated"] = "none"
+    """torchao's recipe for products in linear layers (not the lm_head). Needs the extra `float8`
+    and compute capability 8.9; `emulated` rounds in the same way on any device, slowly."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass, to save memory; never changes the gradient."""
     defer_gradient_reduction: bool = False
     """Sum gradients over ranks once per call, not once per microbatch. Each rank then holds whole
     float32 gradients until the call ends."""
-    compile: bool = False
-    """torch.compile every transformer block. On the CPU it needs a C++ compiler."""
+    compile: list[Literal["model", "loss"]] = []
+    """What goes through torch.compile: every transformer block, registered losses. On the CPU it
+    needs a C++ compiler."""
+    profiling: ProfilingConfig = ProfilingConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRScheduleConfig = LRScheduleConfig()
@@ -160,11 +202,30 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def engine_can_do_it(self) -> Self:
-        if self.engine == "local" and self.num_ranks != 1:
+    def local_engine_can_do_it(self) -> Self:
+        if self.engine != "local":
+            return self
+        if self.num_ranks != 1:
             raise ValueError(f"engine 'local' runs on one rank, got num_ranks={self.num_ranks}")
-        if self.engine == "local" and self.compute_dtype != "float32":
-            raise ValueError(f"engine 'local' computes in float32, got {self.compute_dtype}")
+        features = (
+            "compute_dtype",
+            "float8",
+            "activation_checkpointing",
+            "defer_gradient_reduction",
+            "compile",
+        )
+        for name in features:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"engine 'local' has no {name}, got {value!r}; use 'titan'")
+        return self
+
+    @model_validator(mode="after")
+    def reduction_can_be_deferred(self) -> Self:
+        if self.defer_gradient_reduction and self.parallel.pipeline > 1:
+            raise ValueError(
+                "defer_gradient_reduction is for layouts without a pipeline; a pipeline reduces "
+                "once per microbatch already"
+            )
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,7 @@ from forge_trainer.types import (
 from .checkpoint import Checkpointer
 from .documents import DocumentPass
 from .export import HfWriter
+from .loss_call import LossCalls
 from .random_state import seed_everything
 from .residence import Residence
 from .steps import forward_all, forward_backward_all
@@ -150,8 +151,7 @@ class LocalEngine:
         return forward_backward_all(
             self._pass,
             self._updater,
-            batches,
-            loss_fn,
+            LossCalls(loss_fn, batches),
             device=self._device,
             first_error=lambda own: (0, own),
             return_logprobs=return_logprobs,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge_trainer.functional.objective import Objective
+from forge_trainer.functional.objective import Objective, needs_entropy
 from forge_trainer.functional.tokens import logprob_gap
 from forge_trainer.metrics import Mean, Metric, Metrics, as_floats, merge_metrics
 from forge_trainer.protocols import EngineForwardBackward
@@ -25,11 +25,20 @@ from .update import Counts, count_targets
 
 
 class LossCalls:
-    """The losses of one forward_backward call on one rank."""
+    """The losses of one forward_backward call on one rank.
 
-    def __init__(self, loss_fn: LossFn, batches: Sequence[TrainBatch]) -> None:
+    With `compiles`, registered losses go through torch.compile, once per process and loss.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, batches: Sequence[TrainBatch], *, compiles: bool = False
+    ) -> None:
+        self._is_registered = isinstance(loss_fn, Objective)
         self._loss_fn = loss_fn
-        self._num_batches = max(1, len(batches))
+        if compiles and self._is_registered:
+            self._loss_fn = torch.compile(loss_fn, dynamic=True)
+        self.batches = batches
+        self.need_entropy = needs_entropy(loss_fn)
         self._logprobs: list[Tensor] = []
         self._totals: list[Tensor] = []
         self._metrics: list[Metrics] = []
@@ -45,7 +54,7 @@ class LossCalls:
             try:
                 with_entropy = dataclasses.replace(batch, entropies_BT=entropies_BT)
                 output = _checked(self._loss_fn(logprobs_BT, with_entropy))
-                if not self._totals and not isinstance(self._loss_fn, Objective):
+                if not self._totals and not self._is_registered:
                     _require_sum(self._loss_fn, logprobs_BT, with_entropy, output)
             except Exception as error:
                 self.error = "".join(traceback.format_exception(error, limit=-3)).strip()
@@ -59,7 +68,7 @@ class LossCalls:
     def result(self, *, return_logprobs: bool) -> EngineForwardBackward:
         """This rank's share; waits for the device."""
         # A pipeline calls the loss on some rows at a time, the same number of times per batch.
-        calls = max(1, len(self._logprobs) // self._num_batches)
+        calls = max(1, len(self._logprobs) // max(1, len(self.batches)))
         starts = range(0, len(self._logprobs) if return_logprobs else 0, calls)
         kept = [torch.cat(self._logprobs[start : start + calls]) for start in starts]
         loss_sum = float(torch.stack(self._totals).sum()) if self._totals else 0.0

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import EngineError
-from forge_trainer.functional.objective import needs_entropy
 from forge_trainer.protocols import EngineForwardBackward, MicrobatchOutput
-from forge_trainer.types import LossFn, TrainBatch
+from forge_trainer.types import TrainBatch
 
 from .loss_call import LossCalls
 from .update import Updater
@@ -70,22 +69,21 @@ def forward_all(
 def forward_backward_all(
     model_pass: ModelPass,
     updater: Updater,
-    batches: Sequence[TrainBatch],
-    loss_fn: LossFn,
+    calls: LossCalls,
     *,
     device: torch.device,
     first_error: FirstError,
     return_logprobs: bool,
 ) -> EngineForwardBackward:
     """Add the gradients of every microbatch; all of them or, after an error, none at all."""
-    calls = LossCalls(loss_fn, batches)
+    updater.require_trainable()
     try:
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(calls.batches):
             model_pass.forward_backward(
                 batch.to(device),
                 calls,
-                with_entropy=needs_entropy(loss_fn),
-                is_last=index == len(batches) - 1,
+                with_entropy=calls.need_entropy,
+                is_last=index == len(calls.batches) - 1,
             )
         failed_rank, cause = first_error(calls.error)
         if cause is not None:

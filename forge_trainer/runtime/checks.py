@@ -8,7 +8,8 @@ from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.checkpoint_files import newest_checkpoint
-from forge_trainer.engine.titan.support import refuse_unsupported
+from forge_trainer.engine.profiling import require_memory_snapshots
+from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.objective import make_loss, required_fields
 from forge_trainer.hf import (
@@ -26,7 +27,9 @@ def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
-    resolve_device(trainer.device)
+    device = resolve_device(trainer.device)
+    require_memory_snapshots(trainer.profiling, device.type)
+    require_float8(trainer.float8, device)
     if trainer.engine not in ENGINES:
         find_engine(trainer.engine)
     if trainer.engine == "titan":

@@ -1,46 +1,153 @@
-"""Training features that TorchTitan brings: none of them changes the gradient or a name."""
+"""Training features that TorchTitan brings: none of them changes a name, most not the gradient."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.functional.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
+from forge_trainer.runtime.in_process import start_in_process_trainer
+from forge_trainer.types import LossOutput, TrainBatch, World
 from tests.actors.conftest import TRAINER
 from tests.data import random_sequences
+from tests.ranks import RankPool
+
+ONE = TRAINER.model_copy(update={"num_ranks": 1})
 
 
-# torch 2.13.0: dynamo looks at the gradient of tensors that have none.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Processes without shape checks, which torch.compile does not understand."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        with RankPool(2) as pool:
+            yield pool
+
+
+def _one_step(rank: int, model_dir: Path, config: TrainerConfig) -> tuple[float, dict[str, Tensor]]:
+    """Gradient norm, and the weights after the update."""
+    batches = pack_sequences(random_sequences(), dp_size=1, plan=PackingPlan(48, 2)).batches[0]
+    engine = TitanEngine(config, model_dir)
+    engine.setup()
+    engine.forward_backward(batches, make_loss("grpo"))
+    norm = engine.optim_step().grad_norm
+    pieces = {p.name: p.data for p in engine.weight_pieces(dtype=torch.bfloat16)}
+    engine.close()
+    return norm, pieces
+
+
 @pytest.mark.parametrize(
     "feature",
     [
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full"},
-        {"compile": True},
+        {"compile": ["model"]},
+        {"compile": ["loss"]},
     ],
-    ids=["selective", "full", "compile"],
+    ids=["selective", "full", "compiled model", "compiled loss"],
 )
 def test_training_features_change_neither_gradient_nor_names(
-    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: dict[str, object]
+    pool: RankPool, tiny_qwen3: Path, feature: dict[str, object]
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    one = TRAINER.model_copy(update={"num_ranks": 1})
-    batches = pack_sequences(random_sequences(), dp_size=1, plan=PackingPlan(48, 2)).batches[0]
-    results, pieces = [], []
-    for config in (one, one.model_copy(update=feature)):
-        engine = TitanEngine(config, tiny_qwen3)
-        engine.setup()
-        engine.forward_backward(batches, make_loss("grpo"))
-        results.append(engine.optim_step().grad_norm)
-        pieces.append({p.name: p.data for p in engine.weight_pieces(dtype=torch.bfloat16)})
-        engine.close()
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
-    assert pieces[1].keys() == pieces[0].keys()
-    for name, tensor in pieces[0].items():
-        assert pieces[1][name].dtype == torch.bfloat16
-        torch.testing.assert_close(pieces[1][name], tensor, rtol=1e-2, atol=1e-3)
+    ((wanted_norm, wanted),) = pool.run(1, _one_step, tiny_qwen3, ONE)
+    ((norm, found),) = pool.run(1, _one_step, tiny_qwen3, ONE.model_copy(update=feature))
+    assert norm == pytest.approx(wanted_norm, rel=1e-5)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+
+
+# Not among the development tools: transformers imports torchao wherever it is installed.
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8")
+def test_float8_rounds_products_and_keeps_names(pool: RankPool, tiny_qwen3: Path) -> None:
+    emulated = ONE.model_copy(update={"float8": "emulated"})
+    ((wanted_norm, wanted),) = pool.run(1, _one_step, tiny_qwen3, ONE)
+    ((norm, found),) = pool.run(1, _one_step, tiny_qwen3, emulated)
+    assert found.keys() == wanted.keys()
+    assert norm != pytest.approx(wanted_norm, rel=1e-5)
+    assert norm == pytest.approx(wanted_norm, rel=0.05)
+
+
+def _accumulate(rank: int, model_dir: Path, deferred: bool) -> tuple[int, dict[str, Tensor], float]:
+    """(reduce-scatters of one call of three microbatches, gradients, norm after an error)."""
+    config = TRAINER.model_copy(update={"defer_gradient_reduction": deferred})
+    engine = TitanEngine(config, model_dir, World(rank, rank, 2))
+    engine.setup()
+    packed = pack_sequences(random_sequences(16), dp_size=2, plan=PackingPlan(20, 2))
+    batches, loss = packed.batches[rank], make_loss("grpo")
+    assert len(batches) >= 3
+
+    calls = 0
+
+    def interrupted(logprobs_BT: Tensor, batch: TrainBatch) -> LossOutput:
+        nonlocal calls
+        calls += int(logprobs_BT.requires_grad)
+        if calls == 2:
+            raise KeyboardInterrupt
+        return LossOutput(total=-logprobs_BT.sum())
+
+    reduce_scatter = dist.reduce_scatter_single
+    with patch.object(dist, "reduce_scatter_single", side_effect=reduce_scatter) as counted:
+        engine.forward_backward(batches, loss)
+    reductions = counted.call_count
+    gradients: dict[str, Tensor] = {
+        name: p.grad.full_tensor().clone() for name, p in engine._model.named_parameters()
+    }
+    # Half a call that ends for another reason than a failing loss leaves nothing behind.
+    engine.clear_gradients()
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward_backward(batches, interrupted)
+    engine.forward_backward(batches, loss)
+    norm = engine.optim_step().grad_norm
+    engine.close()
+    return reductions, gradients, norm
+
+
+def test_reduction_can_wait_for_the_last_microbatch(pool: RankPool, tiny_qwen3: Path) -> None:
+    """The same gradient from a fraction of the collectives; half a call leaves nothing behind."""
+    (now, wanted, wanted_norm), _ = pool.run(2, _accumulate, tiny_qwen3, False)
+    (deferred, found, norm), _ = pool.run(2, _accumulate, tiny_qwen3, True)
+    assert 0 < 2 * deferred <= now
+    assert norm == pytest.approx(wanted_norm, rel=1e-5)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_chosen_steps_are_traced(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """One file per step and rank, of the whole step, that Perfetto reads."""
+    config = ONE.model_copy(
+        update={
+            "profiling": ONE.profiling.model_copy(
+                update={"folder": str(tmp_path / "profiles"), "trace_steps": [2]}
+            )
+        }
+    )
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        for _ in range(3):
+            await trainer.train_step(random_sequences(4), loss="grpo")
+        await trainer.close()
+
+    asyncio.run(scenario())
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert file.name == "step-2-rank-0.trace.json.gz"
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::mm", "aten::_foreach_norm"} <= names

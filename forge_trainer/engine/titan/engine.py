@@ -36,6 +36,7 @@ from forge_trainer.types import (
 
 from ..checkpoint import Checkpointer
 from ..export import HfWriter
+from ..loss_call import LossCalls
 from ..random_state import seed_everything
 from ..residence import Residence
 from ..steps import ModelPass, forward_all, forward_backward_all
@@ -155,8 +156,7 @@ class TitanEngine:
         return forward_backward_all(
             self._pass,
             self._updater,
-            batches,
-            loss_fn,
+            LossCalls(loss_fn, batches, compiles="loss" in self._config.compile),
             device=self._device,
             first_error=self._collectives.first_error,
             return_logprobs=return_logprobs,

@@ -74,6 +74,11 @@ def build_model(
     `pipeline_loss` gets hidden states and row indices of the last stage's microbatches.
     """
     parallelism = _parallelism(config)
+    if config.float8 != "none":
+        # torchao is heavy, and an optional extra.
+        from .float8 import convert_to_float8
+
+        spec.model = convert_to_float8(spec.model, config)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"):
         model = spec.model.build()
@@ -90,7 +95,7 @@ def build_model(
             local_batch_size=config.parallel.num_pipeline_microbatches,
         ),
         "parallelism": parallelism,
-        "compile_config": CompileConfig(enable=config.compile, components=["model"]),
+        "compile_config": CompileConfig(enable="model" in config.compile, components=["model"]),
         "ac_config": ACTIVATION_CHECKPOINTING[config.activation_checkpointing],
         "dump_folder": "",
     }
@@ -217,6 +222,8 @@ def _parallelism(config: TrainerConfig) -> ParallelismConfig:
         data_parallel_shard_degree=-1,
         tensor_parallel_degree=layout.tensor,
         pipeline_parallel_degree=layout.pipeline,
+        context_parallel_degree=layout.context,
+        expert_parallel_degree=layout.expert,
         pipeline_parallel_schedule="1F1B",
         pipeline_parallel_microbatch_size=1,
         # With the default backend, FSDP2 on a released torch refuses plain parameters.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
+
+import torch
 
 from forge_trainer.errors import ConfigError
 
@@ -42,6 +45,23 @@ def refuse_unsupported(hf_config: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.path: rope_type {rope_type!r} is not supported for {model_type}; use one of "
             f"{', '.join(ROPE_TYPES[model_type])}"
+        )
+
+
+def require_float8(recipe: str, device: torch.device) -> None:
+    """Raises ConfigError for float8 products that this machine cannot compute."""
+    if recipe == "none":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"trainer.float8: {recipe!r} needs torchao; install it with `uv sync --extra float8`"
+        )
+    if recipe == "emulated":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"trainer.float8: {recipe!r} needs a GPU of compute capability 8.9 or later, got "
+            f"{device}; use 'emulated' to see what the rounding does"
         )
 
 
