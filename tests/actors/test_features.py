@@ -32,7 +32,9 @@ ONE = TRAINER.model_copy(update={"num_ranks": 1})
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Processes without shape checks, which torch.compile does not understand."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        # Inductor keeps some of its files beside temporary ones, whatever its own setting says.
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+            patched.setenv(name, str(tmp_path_factory.mktemp("inductor")))
         with RankPool(2) as pool:
             yield pool
 
