@@ -57,6 +57,8 @@ def start(config: GrpoConfig) -> None:
         else:
             model_dir = find_model_dir(str(config.model.path))
         check_trainer(model_dir, config.trainer)
+        if config.needs_reference:
+            check_trainer(model_dir, config.reference_trainer)
         check_generator(model_dir, config.generator)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
@@ -74,7 +76,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
     from forge_trainer.runtime.rollout import run_rollout
     from forge_trainer.runtime.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE
     from forge_trainer.runtime.tasks import run_with_background
-    from forge_trainer.runtime.train_loop import TrainPlan, run_training
+    from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
     from forge_trainer.types import SamplingParams
 
     algorithm = config.algorithm
@@ -83,13 +85,20 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
         replay,
         groups_per_step=algorithm.groups_per_step,
         max_policy_age=algorithm.max_policy_age,
+        updates_per_batch=algorithm.updates_per_batch,
     )
     sampling = SamplingParams(
         max_completion_tokens=config.generator.max_completion_tokens,
         temperature=config.generator.temperature,
         num_completions=algorithm.group_size,
     )
-    plan = TrainPlan(config.run.steps, algorithm, config.trainer.checkpoint_interval)
+    plan = TrainPlan(
+        config.run.steps,
+        algorithm,
+        config.trainer.checkpoint_interval,
+        config.trainer.async_checkpoints,
+        config.run.seed,
+    )
     checkpoints = Path(config.trainer.checkpoint_folder or folder / CHECKPOINTS_FOLDER)
     reporter = make_reporter(config, folder)
     try:
@@ -100,6 +109,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
             model_dir=model_dir,
             checkpoint_folder=checkpoints,
             seed=config.run.seed,
+            reference=config.reference_trainer if config.needs_reference else None,
         ) as services:
             write_facts(await services.trainer.get_config(), folder / FACTS_FILE)
             rollout = run_rollout(
@@ -109,7 +119,8 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
                 sampling=sampling,
                 groups_per_step=algorithm.groups_per_step,
             )
-            training = run_training(services.trainer, services.generator, pipeline, reporter, plan)
+            models = Models(services.trainer, services.generator, services.reference)
+            training = run_training(models, pipeline, reporter, plan)
             await run_with_background(training, rollout)
     finally:
         reporter.close()

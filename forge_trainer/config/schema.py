@@ -106,17 +106,35 @@ class AlgorithmConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt; a group of one has no advantage."""
     groups_per_step: PositiveInt = 32
-    """Prompts per optimizer update."""
+    """Prompts per rollout batch."""
+    epochs: PositiveInt = 1
+    """How often a rollout batch is trained on."""
+    minibatches: PositiveInt = 1
+    """Parts that an epoch's episodes are dealt to at random; each makes one optimizer update."""
     divide_by_std: bool = True
     """GRPO's division by the group's standard deviation; False is Dr. GRPO."""
     normalize: Literal["tokens", "sequences"] = "tokens"
     """Mean over all target tokens, or over sequences of each sequence's own mean."""
     max_policy_age: Annotated[int, Field(ge=0)] = 0
-    """Updates a completion's weights may be behind when trained on; 0 is on-policy."""
+    """Updates a completion's weights may be behind when training on its batch begins; 0 is
+    on-policy, but for later epochs and minibatches of the same batch."""
 
     @property
-    def episodes_per_step(self) -> int:
+    def episodes_per_batch(self) -> int:
         return self.group_size * self.groups_per_step
+
+    @property
+    def updates_per_batch(self) -> int:
+        return self.epochs * self.minibatches
+
+    @model_validator(mode="after")
+    def minibatches_are_of_one_size(self) -> Self:
+        if self.episodes_per_batch % self.minibatches:
+            raise ValueError(
+                f"minibatches={self.minibatches} cannot share groups_per_step * group_size = "
+                f"{self.episodes_per_batch} episodes evenly"
+            )
+        return self
 
 
 class ReportingConfig(Section):
@@ -132,19 +150,49 @@ class GrpoConfig(Section):
     run: RunConfig
     model: ModelConfig
     trainer: TrainerConfig = TrainerConfig()
+    reference: TrainerConfig | None = None
+    """Of the frozen model that kl_coef in algorithm.loss_options compares with, in processes of its
+    own; None takes the trainer's layout."""
     generator: GeneratorConfig = GeneratorConfig()
     weights: WeightsConfig = WeightsConfig()
     task: TaskConfig = TaskConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reporting: ReportingConfig = ReportingConfig()
 
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.algorithm.loss_options.get("kl_coef"))
+
+    @property
+    def reference_trainer(self) -> TrainerConfig:
+        """The reference model's config: never trained, on a free port."""
+        config = self.reference or self.trainer
+        return config.model_copy(update={"trainable": False, "master_port": None})
+
+    @model_validator(mode="after")
+    def trainer_is_trainable(self) -> Self:
+        if not self.trainer.trainable:
+            raise ValueError("trainer.trainable is false; a run trains its trainer")
+        return self
+
     @model_validator(mode="after")
     def batch_fills_the_ranks(self) -> Self:
-        episodes, dp_size = self.algorithm.episodes_per_step, self.trainer.dp_size
+        algorithm, dp_size = self.algorithm, self.trainer.dp_size
+        episodes = algorithm.episodes_per_batch // algorithm.minibatches
         if episodes < dp_size:
             raise ValueError(
-                f"algorithm.groups_per_step * algorithm.group_size = {episodes} episodes cannot "
-                f"fill trainer.num_ranks: {dp_size} data-parallel ranks; raise groups_per_step"
+                f"algorithm.groups_per_step * algorithm.group_size / algorithm.minibatches = "
+                f"{episodes} episodes cannot fill trainer.num_ranks: {dp_size} data-parallel "
+                "ranks; raise groups_per_step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def steps_are_whole_batches(self) -> Self:
+        if self.run.steps % self.algorithm.updates_per_batch:
+            raise ValueError(
+                f"run.steps={self.run.steps} is not a multiple of algorithm.epochs * "
+                f"algorithm.minibatches = {self.algorithm.updates_per_batch} updates per batch"
             )
         return self
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 
 from forge_trainer.types import Episode, TrainSequence
 
@@ -22,6 +23,22 @@ def group_sequences(
         _episode_sequence(episode, advantage, per_sequence_mean)
         for episode, advantage in zip(episodes_G, advantages_G, strict=True)
     ]
+
+
+def deal_minibatches(
+    sequences: Sequence[TrainSequence], *, epochs: int, minibatches: int, seed: str
+) -> Iterator[Sequence[TrainSequence]]:
+    """Every epoch's sequences in a new random order, in `minibatches` parts of one size.
+
+    With one minibatch the order stays. 8 sequences, 2 epochs, 4 minibatches -> 8 times 2 sequences.
+    """
+    rng = random.Random(seed)
+    size = len(sequences) // minibatches
+    for _ in range(epochs):
+        order = list(sequences)
+        if minibatches > 1:
+            rng.shuffle(order)
+        yield from (order[start : start + size] for start in range(0, size * minibatches, size))
 
 
 def _episode_sequence(episode: Episode, advantage: float, per_sequence_mean: bool) -> TrainSequence:

@@ -11,7 +11,7 @@ from forge_trainer.engine.checkpoint_files import newest_checkpoint
 from forge_trainer.engine.profiling import require_memory_snapshots
 from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.objective import make_loss, required_fields
+from forge_trainer.functional.objective import make_loss
 from forge_trainer.hf import (
     ModelFacts,
     largest_token_id,
@@ -76,10 +76,6 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         make_loss(algorithm.loss, algorithm.loss_options)
     except ConfigError as error:
         raise ConfigError(f"algorithm.loss_options: {error}") from error
-    if "ref_logprobs" in required_fields(algorithm.loss, algorithm.loss_options):
-        raise ConfigError(
-            "algorithm.loss_options: kl_coef needs a reference model, which this app does not run"
-        )
 
 
 def check_trainer_fits_model(trainer: TrainerConfig, facts: ModelFacts) -> None:

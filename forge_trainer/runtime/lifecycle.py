@@ -47,6 +47,8 @@ class Services:
 
     trainer: TrainerHandle
     generator: GeneratorHandle
+    reference: TrainerHandle | None = None
+    """A second trainer that is never stepped."""
 
 
 @contextlib.asynccontextmanager
@@ -58,43 +60,55 @@ async def running_services(
     model_dir: Path,
     checkpoint_folder: Path,
     seed: int = 0,
+    reference: TrainerConfig | None = None,
 ) -> AsyncIterator[Services]:
-    """A store, a TitanTrainer mesh and a generator, ready for calls.
+    """A store, a TitanTrainer mesh, a generator and perhaps a reference model, ready for calls.
 
     Raises:
         ConfigError: the config does not fit the model, the trainer's port is in use, or this
             process runs services already.
     """
-    check_trainer(model_dir, trainer)
+    trainers = {"trainer": trainer} | ({} if reference is None else {"reference": reference})
+    for config in trainers.values():
+        check_trainer(model_dir, config)
+        if config.master_port is not None:
+            require_free_port(config.master_port)
     check_generator(model_dir, generator)
-    if trainer.master_port is not None:
-        require_free_port(trainer.master_port)
     prepare_controller()
     async with contextlib.AsyncExitStack() as stack:
         store_mesh = await stack.enter_async_context(_running_mesh("store", 1, 1))
-        trainer_mesh = await stack.enter_async_context(
-            _running_mesh("trainer", trainer.num_ranks, trainer.cpu_threads)
-        )
+        trainer_meshes = {
+            name: await stack.enter_async_context(
+                _running_mesh(name, config.num_ranks, config.cpu_threads)
+            )
+            for name, config in trainers.items()
+        }
         generator_mesh = await stack.enter_async_context(
             _running_mesh("generator", 1, generator.cpu_threads)
         )
-        setup = TrainerSetup(trainer, weights, model_dir, checkpoint_folder)
         async with first_error() as starting:
             starting.create_task(to_the_end(_open_store(store_mesh, stack)), name="store")
-            training = starting.create_task(_start_trainer(trainer_mesh, setup), name="trainer")
+            training = {
+                name: starting.create_task(
+                    _start_trainer(
+                        trainer_meshes[name],
+                        TrainerSetup(config, weights, model_dir, checkpoint_folder),
+                    ),
+                    name=name,
+                )
+                for name, config in trainers.items()
+            }
             generating = starting.create_task(
                 _start_generator(generator_mesh, generator, weights, model_dir, seed),
                 name="generator",
             )
-        # A save that runs beside other calls is let to its end.
-        stack.push_async_callback(
-            _closing,
-            "trainer",
-            training.result().close,
-            timeout_s=STOP_TIMEOUT_S + trainer.checkpoint_timeout_s,
-        )
+        handles = {name: task.result() for name, task in training.items()}
+        for name, handle in handles.items():
+            # A save that runs beside other calls is let to its end.
+            timeout_s = STOP_TIMEOUT_S + trainers[name].checkpoint_timeout_s
+            stack.push_async_callback(_closing, name, handle.close, timeout_s=timeout_s)
         stack.push_async_callback(_closing, "generator", generating.result().close)
-        yield Services(training.result(), generating.result())
+        yield Services(handles["trainer"], generating.result(), handles.get("reference"))
 
 
 async def _open_store(mesh: ProcMesh, stack: contextlib.AsyncExitStack) -> None:

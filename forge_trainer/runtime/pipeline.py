@@ -10,14 +10,22 @@ from forge_trainer.replay import Group, Replay
 class Pipeline:
     """Lets rollout run ahead of training as far as the replay's staleness limit allows.
 
-    Groups sampled now, at the generator's version v, are trained on at a later step s. They may
-    be made if s - v is within the limit, where s counts the step being trained and the full
-    batches that wait.
+    Groups sampled now, at the generator's version v, are trained on from a later step s. They may
+    be made if s - v is within the limit, where s counts the updates of the batch being trained
+    and of the full batches that wait.
     """
 
-    def __init__(self, replay: Replay, *, groups_per_step: int, max_policy_age: int) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        *,
+        groups_per_step: int,
+        max_policy_age: int,
+        updates_per_batch: int = 1,
+    ) -> None:
         self._replay = replay
         self._groups_per_step = groups_per_step
+        self._updates_per_batch = updates_per_batch
         self._max_policy_age = max_policy_age
         self._changed = asyncio.Condition()
         self._step = 0
@@ -31,7 +39,8 @@ class Pipeline:
 
     def _may_sample(self) -> bool:
         waiting = self._replay.num_fresh(self._step) // self._groups_per_step
-        trained_at = self._step + int(self._is_training) + waiting
+        batches = int(self._is_training) + waiting
+        trained_at = self._step + batches * self._updates_per_batch
         return trained_at - self._generator_version <= self._max_policy_age
 
     async def add(self, groups: list[Group]) -> None:
@@ -42,7 +51,7 @@ class Pipeline:
             self._changed.notify_all()
 
     async def take(self) -> list[Group]:
-        """Wait for the groups of one step; the step counts as training until `finish_step`."""
+        """Wait for the groups of one batch; it counts as being trained until `finish_batch`."""
         async with self._changed:
             while (taken := self._replay.take(self._groups_per_step, self._step)) is None:
                 await self._changed.wait()
@@ -50,7 +59,7 @@ class Pipeline:
             self._changed.notify_all()
             return taken
 
-    async def finish_step(self, *, step: int, generator_version: int) -> None:
+    async def finish_batch(self, *, step: int, generator_version: int) -> None:
         """Tell that training is at `step` and the generator runs `generator_version`."""
         async with self._changed:
             self._step = step

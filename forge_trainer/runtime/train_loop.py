@@ -1,14 +1,14 @@
-"""The train loop: groups in, updates and fresh generator weights out, one report per step."""
+"""The train loop: groups in, updates and fresh generator weights out, one report per batch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forge_trainer.config.schema import AlgorithmConfig
-from forge_trainer.functional.sequences import group_sequences
-from forge_trainer.metrics import metric_values
+from forge_trainer.functional.sequences import deal_minibatches, group_sequences
+from forge_trainer.metrics import merge_metrics, metric_values
 from forge_trainer.protocols import Generator, Trainer
 from forge_trainer.replay import Group
 from forge_trainer.reporting import Reporter
@@ -28,42 +28,89 @@ class TrainPlan:
     algorithm: AlgorithmConfig
     checkpoint_interval: int
     """Save every so many steps; 0 never."""
+    async_checkpoints: bool = False
+    seed: int = 0
+    """Of the minibatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What the loop works with."""
+
+    trainer: Trainer
+    generator: Generator
+    reference: Trainer | None = None
+    """Frozen; where the loss has a KL term."""
 
 
 async def run_training(
-    trainer: Trainer,
-    generator: Generator,
-    pipeline: Pipeline,
-    reporter: Reporter,
-    plan: TrainPlan,
+    models: Models, pipeline: Pipeline, reporter: Reporter, plan: TrainPlan
 ) -> None:
-    """Takes groups from the pipeline, waits for a step's worth, gives new weights to the generator.
+    """Takes a batch of groups from the pipeline, gives new weights to the generator.
 
-    Stopped by having made `plan.steps` rounds; a round whose gradient was not finite and was
-    skipped counts as one.
+    A batch makes `updates_per_batch` updates. Stopped by having made `plan.steps`; one whose
+    gradient was not finite and was skipped counts. Returns once the last checkpoint is complete.
     """
-    for _ in range(plan.steps):
+    trainer = models.trainer
+    step = 0
+    for index in range(plan.steps // plan.algorithm.updates_per_batch):
         start = time.perf_counter()
         groups = await pipeline.take()
         taken = time.perf_counter()
-        result = await trainer.train_step(
-            sequences_of(groups, plan.algorithm),
-            loss=plan.algorithm.loss,
-            loss_config=plan.algorithm.loss_options,
-            normalize=plan.algorithm.normalize,
-        )
+        sequences = sequences_of(groups, plan.algorithm)
+        if models.reference is not None:
+            sequences = await with_ref_logprobs(sequences, models.reference)
+        referred = time.perf_counter()
+        results = await train_batch(trainer, sequences, plan, batch_index=index)
         trained = time.perf_counter()
-        step = result.optim.step
-        sync = None if result.optim.skipped else await sync_weights(trainer, generator)
-        await pipeline.finish_step(step=step, generator_version=step)
-        if plan.checkpoint_interval and step % plan.checkpoint_interval == 0 and sync is not None:
-            await trainer.save()
-        row = step_metrics(groups, result, sync)
+        before, step = step, results[-1].optim.step
+        sync = None if step == before else await sync_weights(trainer, models.generator)
+        await pipeline.finish_batch(step=step, generator_version=step)
+        if plan.checkpoint_interval and step // plan.checkpoint_interval > (
+            before // plan.checkpoint_interval
+        ):
+            await trainer.save(wait=not plan.async_checkpoints)
+        row = batch_metrics(groups, results, sync)
         row["time/step_s"] = time.perf_counter() - start
         row["time/wait_rollout_s"] = taken - start
-        row["time/train_s"] = trained - taken
+        if models.reference is not None:
+            row["time/reference_s"] = referred - taken
+        row["time/train_s"] = trained - referred
         row["trainer/tokens_per_s"] = _num_tokens(groups) / row["time/step_s"]
         reporter.report_step(row, list(episodes_of(groups)))
+    await trainer.wait_for_save()
+
+
+async def train_batch(
+    trainer: Trainer, sequences: Sequence[TrainSequence], plan: TrainPlan, *, batch_index: int
+) -> list[TrainStepResult]:
+    """One update per epoch and minibatch, as in PPO; the generator's log-probs stay the same."""
+    algorithm = plan.algorithm
+    return [
+        await trainer.train_step(
+            minibatch,
+            loss=algorithm.loss,
+            loss_config=algorithm.loss_options,
+            normalize=algorithm.normalize,
+        )
+        for minibatch in deal_minibatches(
+            sequences,
+            epochs=algorithm.epochs,
+            minibatches=algorithm.minibatches,
+            seed=f"{plan.seed}/{batch_index}",
+        )
+    ]
+
+
+async def with_ref_logprobs(
+    sequences: Sequence[TrainSequence], reference: Trainer
+) -> list[TrainSequence]:
+    """The sequences with the log-probs of the frozen model, at their own temperatures."""
+    logprobs = (await reference.forward(sequences)).logprobs
+    return [
+        replace(sequence, ref_logprobs=values)
+        for sequence, values in zip(sequences, logprobs, strict=True)
+    ]
 
 
 def sequences_of(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[TrainSequence]:
@@ -79,24 +126,27 @@ def sequences_of(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Tr
     ]
 
 
-def step_metrics(
-    groups: Sequence[Group], result: TrainStepResult, sync: SyncReport | None
+def batch_metrics(
+    groups: Sequence[Group], results: Sequence[TrainStepResult], sync: SyncReport | None
 ) -> dict[str, float]:
-    """One flat row of numbers for a step; times are added by the loop."""
+    """One flat row of numbers for the updates of a batch; times are added by the loop."""
     episodes = list(episodes_of(groups))
-    values = metric_values(result.forward_backward.metrics) | metric_values(result.optim.metrics)
+    passes = [result.forward_backward for result in results]
+    optim = [result.optim for result in results]
+    values = metric_values(merge_metrics(one.metrics for one in passes))
+    values |= metric_values(merge_metrics(one.metrics for one in optim))
     mixed = sum(len({episode.reward for episode in group}) > 1 for group in groups)
     row: dict[str, float] = {
-        "step": result.optim.step,
+        "step": optim[-1].step,
         "policy_version": min(e.completion.policy_version for e in episodes),
         "reward/mean": _mean([e.reward for e in episodes]),
         "reward/groups_with_signal": mixed / len(groups),
         "rollout/completion_tokens": _mean([len(e.completion.token_ids) for e in episodes]),
         "rollout/stopped": _mean([float(e.completion.stopped) for e in episodes]),
         "trainer/loss": values.pop("loss/mean"),
-        "trainer/grad_norm": result.optim.grad_norm,
-        "trainer/learning_rate": result.optim.learning_rate,
-        "trainer/target_tokens": result.forward_backward.num_target_tokens,
+        "trainer/grad_norm": _mean([one.grad_norm for one in optim]),
+        "trainer/learning_rate": optim[-1].learning_rate,
+        "trainer/target_tokens": sum(one.num_target_tokens for one in passes),
         **values,
     }
     if sync is not None:

@@ -25,7 +25,8 @@ GOOD = random_sequences(6)
 
 
 def test_a_rank_killed_in_mid_step_is_named(tiny_qwen3: Path, tmp_path: Path) -> None:
-    with running_cluster(tiny_qwen3, tmp_path) as cluster:
+    config = TRAINER.model_copy(update={"collective_timeout_s": 60.0})
+    with running_cluster(tiny_qwen3, tmp_path, config) as cluster:
         trainer = cluster.trainer
         facts = cluster.run(trainer.get_config())
 
@@ -39,7 +40,7 @@ def test_a_rank_killed_in_mid_step_is_named(tiny_qwen3: Path, tmp_path: Path) ->
         start = time.monotonic()
         with pytest.raises(WorkerLostError, match="a trainer process is gone") as caught:
             cluster.run(step_and_kill())
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < config.collective_timeout_s
         assert (caught.value.rank, caught.value.phase) == (1, "forward_backward")
         start = time.monotonic()
         with pytest.raises(WorkerLostError):
@@ -104,7 +105,7 @@ def test_a_start_that_fails_can_be_tried_again(tiny_qwen3: Path, tmp_path: Path)
 def test_a_rank_that_hangs_is_lost_within_the_collective_timeout(
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = TRAINER.model_copy(update={"collective_timeout_s": 5.0})
+    config = TRAINER.model_copy(update={"collective_timeout_s": 8.0})
     with running_cluster(tiny_qwen3, tmp_path, config) as cluster:
         pid = cluster.run(cluster.trainer.get_config()).ranks[1].pid
         os.kill(pid, signal.SIGSTOP)
@@ -114,5 +115,6 @@ def test_a_rank_that_hangs_is_lost_within_the_collective_timeout(
                 cluster.run(cluster.trainer.train_step(GOOD, loss="grpo"))
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert time.monotonic() - start < 5 + 15 + 10
+        # Two seconds for a machine that is busy with other things.
+        assert time.monotonic() - start < config.collective_timeout_s + 2
         assert (caught.value.rank, caught.value.phase) == (1, "forward_backward")

@@ -64,6 +64,20 @@ def test_accumulation_defers_the_update(subject: Subject) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def test_a_forward_in_between_changes_nothing_that_follows(subject: Subject) -> None:
+    """FSDP kept what it had gathered for it, and the update after it was never seen."""
+    trainer = subject.trainer
+    found = []
+    for forward in (False, True):
+        subject.reset()
+        subject.run(trainer.forward_backward(DATA, loss="cross_entropy"))
+        if forward:
+            subject.run(trainer.forward(DATA))
+        subject.run(trainer.optim_step())
+        found.append((subject.run(trainer.forward(DATA)).logprobs, _step(subject).optim.grad_norm))
+    assert found[0] == found[1]
+
+
 def test_gradients_can_be_dropped(subject: Subject) -> None:
     wanted = _step(subject).optim.grad_norm
     subject.reset()
@@ -103,6 +117,30 @@ def test_a_checkpoint_keeps_momentum(subject: Subject, tmp_path: Path) -> None:
     subject.run(subject.trainer.load(path=saved.path))
     assert _step(subject).optim.grad_norm == norm
     assert _equal(subject.pushed()[1], wanted)
+
+
+def test_a_save_beside_training_holds_the_state_of_its_call(
+    subject: Subject, tmp_path: Path
+) -> None:
+    _step(subject)
+    _, wanted = subject.pushed()
+    saving = subject.run(subject.trainer.save(path=str(tmp_path / "saved"), wait=False))
+    norm = _step(subject).optim.grad_norm
+    done = subject.run(subject.trainer.wait_for_save())
+    assert (saving.complete, done.complete, done.path) == (False, True, saving.path)
+    subject.run(subject.trainer.load(path=saving.path))
+    assert _equal(subject.pushed()[1], wanted)
+    assert _step(subject).optim.grad_norm == norm
+
+
+def test_modes_and_moves_change_no_value(subject: Subject) -> None:
+    wanted = subject.run(subject.trainer.forward(DATA)).logprobs
+    subject.run(subject.trainer.train_mode())
+    subject.run(subject.trainer.eval_mode())
+    subject.run(subject.trainer.to("cpu"))
+    assert subject.run(subject.trainer.forward(DATA)).logprobs == wanted
+    with pytest.raises(EngineError, match="this trainer runs on cpu"):
+        subject.run(subject.trainer.to("cuda"))
 
 
 def test_clipping_covers_what_is_stepped(subject: Subject) -> None:

@@ -69,6 +69,32 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     assert read_rows(folder / "metrics.jsonl") == rows
 
 
+def test_a_reference_model_and_several_updates_per_batch(tmp_path: Path) -> None:
+    """Two epochs of two minibatches, a KL term, checkpoints beside training."""
+    folder = tmp_path / "run"
+    options = {
+        "run.folder": str(folder),
+        "run.steps": "8",
+        "algorithm.groups_per_step": "4",
+        "algorithm.epochs": "2",
+        "algorithm.minibatches": "2",
+        "algorithm.loss_options": '{"kl_coef": 0.05}',
+        "reference": '{"num_ranks": 1}',
+        "trainer.checkpoint_interval": "4",
+        "trainer.async_checkpoints": "true",
+    }
+    code, _, err = run_app(APP, *TINY, *(f"--{key}={value}" for key, value in options.items()))
+    assert (code, err) == (0, ""), err
+    first, second = read_rows(folder / "metrics.jsonl")
+    assert (first["step"], second["step"]) == (4, 8)
+    assert first.keys() >= KEYS | {"loss/ref_kl", "time/reference_s"}
+    assert first["loss/ref_kl"] > 0
+    assert second["loss/ref_kl"] > 0
+    checkpoints = folder / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"step-4", "step-8"}
+    assert all((path / "forge_trainer.json").is_file() for path in checkpoints.iterdir())
+
+
 def test_it_really_learns(tmp_path: Path) -> None:
     """Mean reward at most 0.3 in the first five steps and at least 0.8 over the last ten."""
     code, _, err = run_app(APP, *TINY, "--run.folder", str(tmp_path / "run"))

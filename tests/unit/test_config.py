@@ -11,7 +11,7 @@ import pytest
 from apps.grpo.main import main
 from forge_trainer.config.load import dump_config, load_config
 from forge_trainer.config.schema import AlgorithmConfig, GrpoConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config.trainer import ProfilingConfig, TrainerConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.hf import find_model_dir, read_model_facts
 from forge_trainer.runtime.checks import (
@@ -200,7 +200,7 @@ def test_a_model_inside_the_folder_to_be_emptied_is_kept(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kl_coef": 0.1}, "needs a reference model"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1"),
         ({"ratio_low": -3.0}, "ratio_low is -3.0"),
         ({"ratio_low": "wide"}, "ratio_low is 'wide'"),
     ],
@@ -247,3 +247,88 @@ def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
         find_model_dir("./nowhere")
     with pytest.raises(ConfigError, match="cannot read .*config.json"):
         check_trainer(tmp_path, TrainerConfig())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"parallel": {"context": 2}}, "context parallelism is not supported"),
+        ({"parallel": {"expert": 2}}, "expert parallelism splits the experts of an MoE model"),
+        ({"engine": "local", "compile": ["model"]}, "engine 'local' has no compile"),
+        ({"engine": "local", "float8": "emulated"}, "engine 'local' has no float8"),
+        ({"profiling": {"trace_steps": [1]}}, "profiling.folder is missing"),
+        (
+            {"num_ranks": 2, "parallel": {"pipeline": 2}, "defer_gradient_reduction": True},
+            "defer_gradient_reduction is for layouts without a pipeline",
+        ),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(
+    trainer: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainerConfig.model_validate(trainer)
+
+
+def test_float8_names_what_is_missing(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(device="cpu", float8="rowwise")
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="float8: 'rowwise' needs torchao; install it with"):
+            check_trainer(tiny_qwen3, config)
+        patched.setattr("importlib.util.find_spec", lambda name: object())
+        with pytest.raises(ConfigError, match="needs a GPU of compute capability 8.9 .* got cpu"):
+            check_trainer(tiny_qwen3, config)
+
+
+def test_memory_snapshots_need_a_gpu(tiny_qwen3: Path) -> None:
+    profiling = ProfilingConfig(folder="x", memory_steps=[1])
+    config = TrainerConfig(device="cpu", profiling=profiling)
+    with pytest.raises(ConfigError, match="memory_steps: .* on CUDA only, .* device is cpu"):
+        check_trainer(tiny_qwen3, config)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("vllm", "'vllm' is unknown; use one of .'local', 'titan'."),
+        ("no_such_package:Engine", "cannot be imported: No module named 'no_such_package'"),
+        ("tests.data:NoEngine", "cannot be imported"),
+        ("forge_trainer.types:PER_TOKEN_FIELDS", "is a tuple"),
+    ],
+)
+def test_engines_that_are_not_there_are_refused(
+    tiny_qwen3: Path, engine: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.engine: .*{message}"):
+        check_trainer(tiny_qwen3, TrainerConfig(device="cpu", engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algorithm": {"epochs": 2}}, "run.steps=3 is not a multiple of .* = 2 updates"),
+        ({"algorithm": {"minibatches": 7}}, "minibatches=7 cannot share .* 256 episodes"),
+        ({"trainer": {"trainable": False}}, "trainer.trainable is false"),
+    ],
+)
+def test_batches_and_updates_must_fit(values: dict[str, object], message: str) -> None:
+    base = {"run": {"folder": "x", "steps": 3}, "model": {"path": "x"}}
+    with pytest.raises(ValueError, match=message):
+        GrpoConfig.model_validate(base | values)
+
+
+def test_the_reference_model_is_never_trained_and_has_a_port_of_its_own() -> None:
+    values = {
+        "run": {"folder": "x", "steps": 3},
+        "model": {"path": "x"},
+        "trainer": {"num_ranks": 2, "master_port": 29500},
+    }
+    config = GrpoConfig.model_validate(values)
+    assert not config.needs_reference
+    reference = config.reference_trainer
+    assert (reference.num_ranks, reference.master_port, reference.trainable) == (2, None, False)
+    values |= {"reference": {"num_ranks": 1}, "algorithm": {"loss_options": {"kl_coef": 0.1}}}
+    config = GrpoConfig.model_validate(values)
+    assert config.needs_reference
+    assert (config.reference_trainer.num_ranks, config.reference_trainer.trainable) == (1, False)

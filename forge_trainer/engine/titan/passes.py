@@ -30,7 +30,9 @@ class WholePass:
         self._defers_reduction = defers_reduction
 
     def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
-        return self._outputs(batch, with_entropy)
+        outputs = self._outputs(batch, with_entropy)
+        release_gathered(self._model)
+        return outputs
 
     def forward_backward(
         self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
@@ -41,6 +43,7 @@ class WholePass:
         loss(logprobs_BT, entropies_BT, batch).backward()
 
     def abandon(self) -> None:
+        release_gathered(self._model)
         for module in self._model.modules() if self._defers_reduction else ():
             if isinstance(module, FSDPModule):
                 # torch 2.13.0 has no public way to drop what has not been reduced.
@@ -103,6 +106,7 @@ class PipelinePass:
 
     def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
         self._run(self._schedule.eval, batch, None, with_entropy)
+        release_gathered(self._model)
         if not self._is_last:
             return None
         logprobs, entropies = zip(*self._outputs, strict=True)
@@ -114,7 +118,7 @@ class PipelinePass:
         self._run(self._schedule.step, batch, loss, with_entropy)
 
     def abandon(self) -> None:
-        """Nothing to drop: every pass reduces its gradients."""
+        release_gathered(self._model)
 
     def _run(
         self, run: Callable[..., Any], batch: TrainBatch, loss: Loss | None, with_entropy: bool
@@ -135,6 +139,16 @@ class PipelinePass:
             losses=[] if self._is_last else None,
             return_outputs=False,
         )
+
+
+def release_gathered(model: Any) -> None:
+    """Let every rank keep its own shards only.
+
+    torch 2.13.0 gathers embeddings, norm and lm_head together and releases them in the backward
+    pass. Without one they would stay, and the next pass would not see an update made since.
+    """
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
 
 
 def apply_lm_head(model: Any, hidden_BTH: Tensor, batch: TrainBatch, with_entropy: bool) -> Outputs:

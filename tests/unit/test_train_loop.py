@@ -1,0 +1,170 @@
+"""The train loop on honest fakes: how often a batch is trained on, what is saved and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from forge_trainer.config.schema import AlgorithmConfig
+from forge_trainer.functional.sequences import deal_minibatches
+from forge_trainer.metrics import Last, Mean, Metric
+from forge_trainer.replay import Replay
+from forge_trainer.reporting import Reporter
+from forge_trainer.runtime.pipeline import Pipeline
+from forge_trainer.runtime.tasks import run_with_background
+from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
+from forge_trainer.types import (
+    Episode,
+    ForwardBackwardResult,
+    ForwardResult,
+    OptimStepResult,
+    TrainSequence,
+    TrainStepResult,
+    WeightsRef,
+    WeightsVersion,
+)
+from tests.unit.test_small_functions import episode
+
+
+class FakeTrainer:
+    """Counts updates; skips those whose number is in `skips`."""
+
+    def __init__(self, skips: Sequence[int] = ()) -> None:
+        self.step = self.calls = 0
+        self.skips = skips
+        self.trained: list[list[TrainSequence]] = []
+        self.saved: list[tuple[int, bool]] = []
+        self.pushed: list[int] = []
+        self.waited = 0
+
+    async def train_step(self, sequences: Sequence[TrainSequence], **_: Any) -> TrainStepResult:
+        self.trained.append(list(sequences))
+        self.calls += 1
+        skipped = self.calls in self.skips
+        self.step += int(not skipped)
+        metrics: dict[str, Metric] = {"loss/mean": Mean(float(self.calls), 1.0)}
+        return TrainStepResult(
+            ForwardBackwardResult(metrics, 3 * len(sequences), len(sequences)),
+            OptimStepResult(self.step, float(self.calls), 0.1, skipped, {"trainer/x": Last(1.0)}),
+        )
+
+    async def forward(self, sequences: Sequence[TrainSequence]) -> ForwardResult:
+        return ForwardResult([[-0.5] * len(sequence) for sequence in sequences])
+
+    async def push_weights(self) -> WeightsRef:
+        self.pushed.append(self.step)
+        return WeightsRef(WeightsVersion(0, self.step), 1, 4, "float32")
+
+    async def save(self, *, wait: bool) -> None:
+        self.saved.append((self.step, wait))
+
+    async def wait_for_save(self) -> None:
+        self.waited += 1
+
+
+class FakeGenerator:
+    version = 0
+
+    async def pull_weights(self, ref: WeightsRef) -> None:
+        self.version = ref.version.policy_version
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, float]] = []
+
+    def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None:
+        pass
+
+
+def _run(plan: TrainPlan, trainer: FakeTrainer, reference: FakeTrainer | None = None) -> Rows:
+    """Rollout beside training, as the app runs them, with as many groups as a batch wants."""
+    algorithm, generator, rows = plan.algorithm, FakeGenerator(), Rows()
+    pipeline = Pipeline(
+        Replay(max_policy_age=algorithm.max_policy_age, seed=0),
+        groups_per_step=algorithm.groups_per_step,
+        max_policy_age=algorithm.max_policy_age,
+        updates_per_batch=algorithm.updates_per_batch,
+    )
+
+    async def rollout() -> None:
+        while True:
+            await pipeline.wait_to_sample()
+            version = generator.version
+            await asyncio.sleep(0)
+            rewards = range(algorithm.group_size)
+            groups = range(algorithm.groups_per_step)
+            await pipeline.add(
+                [[episode(float(r), version=version) for r in rewards] for _ in groups]
+            )
+
+    async def scenario() -> None:
+        models: Any = Models(trainer, generator, reference)  # type: ignore[arg-type]
+        async with asyncio.timeout(10):
+            training = run_training(models, pipeline, Reporter([rows]), plan)
+            await run_with_background(training, rollout())
+
+    asyncio.run(scenario())
+    return rows
+
+
+@pytest.mark.parametrize("max_policy_age", [0, 4])
+def test_a_batch_is_trained_on_in_epochs_and_minibatches(max_policy_age: int) -> None:
+    algorithm = AlgorithmConfig(
+        group_size=4, groups_per_step=2, epochs=2, minibatches=2, max_policy_age=max_policy_age
+    )
+    trainer = FakeTrainer()
+    rows = _run(TrainPlan(8, algorithm, checkpoint_interval=0), trainer).rows
+    assert [len(part) for part in trainer.trained] == [4] * 8
+    assert (trainer.step, trainer.pushed) == (8, [4, 8])
+    assert [row["step"] for row in rows] == [4, 8]
+    assert [row["trainer/loss"] for row in rows] == [2.5, 6.5]
+    assert [row["trainer/grad_norm"] for row in rows] == [2.5, 6.5]
+    assert [row["trainer/target_tokens"] for row in rows] == [48, 48]
+    assert rows[0]["policy_version"] == 0
+    assert rows[1]["policy_version"] == (4 if max_policy_age == 0 else 0)
+
+
+def test_every_epoch_deals_every_sequence_once_in_a_new_order() -> None:
+    sequences = [TrainSequence([i, i], [0, 1]) for i in range(8)]
+    parts = list(deal_minibatches(sequences, epochs=3, minibatches=2, seed="0/0"))
+    assert [len(part) for part in parts] == [4] * 6
+    epochs = [[s.token_ids[0] for part in parts[i : i + 2] for s in part] for i in (0, 2, 4)]
+    assert all(Counter(epoch) == Counter(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = list(deal_minibatches(sequences, epochs=3, minibatches=2, seed="0/0"))
+    assert again == parts != list(deal_minibatches(sequences, epochs=3, minibatches=2, seed="0/1"))
+    assert list(deal_minibatches(sequences, epochs=1, minibatches=1, seed="x")) == [sequences]
+
+
+def test_checkpoints_are_due_when_an_interval_has_passed() -> None:
+    """Three updates per batch and an interval of four: after 6, 9 and 12 updates."""
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1, epochs=3)
+    trainer = FakeTrainer()
+    _run(TrainPlan(12, algorithm, checkpoint_interval=4, async_checkpoints=True), trainer)
+    assert trainer.saved == [(6, False), (9, False), (12, False)]
+    assert trainer.waited == 1
+
+
+def test_skipped_updates_push_nothing_and_save_nothing() -> None:
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1)
+    trainer = FakeTrainer(skips=[2, 3])
+    rows = _run(TrainPlan(4, algorithm, checkpoint_interval=1), trainer).rows
+    assert trainer.pushed == [1, 2]
+    assert trainer.saved == [(1, True), (2, True)]
+    assert [row["step"] for row in rows] == [1, 1, 1, 2]
+
+
+def test_a_reference_gives_its_logprobs() -> None:
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1)
+    trainer = FakeTrainer()
+    (row,) = _run(TrainPlan(1, algorithm, checkpoint_interval=0), trainer, FakeTrainer()).rows
+    assert [s.ref_logprobs for s in trainer.trained[0]] == [[-0.5] * 5] * 2
+    assert row["time/reference_s"] >= 0
