@@ -35,14 +35,12 @@ class Row:
     """What it should not exceed."""
 
 
-async def interleaved(
-    first: Measure, second: Measure, *, rounds: int, warmup: int = 2
-) -> list[tuple[float, float]]:
-    """Pairs of measurements, taken in turn; the first `warmup` pairs are dropped."""
-    pairs = [(await first(), await second()) for _ in range(warmup + rounds)]
-    return pairs[warmup:]
+async def interleaved(*measures: Measure, rounds: int, warmup: int = 2) -> list[tuple[float, ...]]:
+    """A number of each measure per round, taken in turn; the first `warmup` rounds are dropped."""
+    taken = [tuple([await measure() for measure in measures]) for _ in range(warmup + rounds)]
+    return taken[warmup:]
 
 
-def ratios(pairs: Sequence[tuple[float, float]]) -> Spread:
-    """first / second of every pair."""
-    return Spread.of([first / second for first, second in pairs])
+def ratios(rounds: Sequence[tuple[float, ...]]) -> Spread:
+    """first / second of every round."""
+    return Spread.of([first / second for first, second, *_ in rounds])

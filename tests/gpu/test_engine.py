@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.config.trainer import (
+    OptimizerConfig,
+    PackingConfig,
+    ProfilingConfig,
+    TrainerConfig,
+)
 from forge_trainer.engine.local import LocalEngine
+from forge_trainer.engine.profiling import StepProfiler
 from forge_trainer.engine.titan.engine import TitanEngine
+from forge_trainer.errors import EngineError
 from forge_trainer.functional.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.runtime.batches import GPU_FLEX_BLOCK
+from forge_trainer.types import SaveRequest
 from tests.data import random_sequences
 
 pytestmark = [
@@ -61,3 +71,65 @@ def test_pushed_pieces_are_host_copies(tiny_qwen3: Path) -> None:
     assert {(piece.data.device.type, piece.data.dtype) for piece in pieces} == {
         ("cpu", torch.bfloat16)
     }
+
+
+def _stepped(engine: TitanEngine) -> float:
+    plan = PackingPlan(GPU_FLEX_BLOCK, 2, pad_multiple=GPU_FLEX_BLOCK)
+    batches = pack_sequences(random_sequences(), dp_size=1, plan=plan).batches[0]
+    engine.forward_backward(batches, make_loss("grpo"))
+    return engine.optim_step().grad_norm
+
+
+def _engine(model_dir: Path, **options: Any) -> TitanEngine:
+    engine = TitanEngine(CONFIG.model_copy(update={"device": "cuda", **options}), model_dir)
+    engine.setup()
+    return engine
+
+
+def test_moving_to_the_host_frees_the_gpu_and_changes_no_value(tiny_qwen3: Path) -> None:
+    engine = _engine(tiny_qwen3)
+    _stepped(engine)
+    before = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    held = torch.cuda.memory_allocated()
+    engine.to("cpu")
+    assert torch.cuda.memory_allocated() < held / 4
+    with pytest.raises(EngineError, match=r"is on the CPU; call to\('cuda'\) first"):
+        _stepped(engine)
+    engine.to("cuda")
+    after = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    moved = _stepped(engine)
+    engine.close()
+    still = _engine(tiny_qwen3)
+    _stepped(still)
+    assert moved == pytest.approx(_stepped(still), rel=1e-5)
+
+
+def test_a_save_beside_training_holds_the_state_of_its_call(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    engine = _engine(tiny_qwen3)
+    _stepped(engine)
+    wanted = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    engine.save(SaveRequest(str(tmp_path / "saved"), wait=False))
+    _stepped(engine)
+    engine.wait_for_save()
+    engine.load(str(tmp_path / "saved"))
+    found = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_allocations_of_chosen_steps_are_recorded(tmp_path: Path) -> None:
+    profiler = StepProfiler(ProfilingConfig(folder=str(tmp_path), memory_steps=[1]), rank=0)
+    profiler.begin(1, "cuda")
+    torch.ones(1000, device="cuda")
+    profiler.end()
+    assert (tmp_path / "step-1-rank-0.memory.pickle").stat().st_size > 0
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8")
+def test_float8_products_are_close_to_float32(tiny_qwen3: Path) -> None:
+    wanted = _stepped(_engine(tiny_qwen3))
+    dist.destroy_process_group()
+    found = _stepped(_engine(tiny_qwen3, float8="rowwise", compute_dtype="bfloat16"))
+    assert found == pytest.approx(wanted, rel=0.1)
