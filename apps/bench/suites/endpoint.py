@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
@@ -73,16 +75,23 @@ def _ray() -> Iterator[Callable[[], Awaitable[object]] | None]:
         yield None
         return
     ray: Any = importlib.import_module("ray")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    actor = ray.remote(_Status).remote()
+    with tempfile.TemporaryDirectory() as scratch:
+        ray.init(
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=scratch,
+        )
+        actor = ray.remote(_Status).remote()
 
-    async def call() -> object:
-        return await actor.status.remote()
+        async def call() -> object:
+            return await actor.status.remote()
 
-    try:
-        yield call
-    finally:
-        ray.shutdown()
+        try:
+            yield call
+        finally:
+            ray.shutdown()
 
 
 class _Status:
