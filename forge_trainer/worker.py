@@ -20,7 +20,7 @@ import torch
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import find_engine
-from forge_trainer.engine.profiling import StepProfiler
+from forge_trainer.engine.profiling import StepProfiler, require_memory_snapshots
 from forge_trainer.errors import (
     CollectiveError,
     EngineError,
@@ -84,7 +84,9 @@ class Worker:
     def _setup_engine(self) -> EngineFacts:
         self._engine.setup()
         self._is_set_up = True
-        return self._engine.facts()
+        facts = self._engine.facts()
+        require_memory_snapshots(self._config.profiling, facts.device)
+        return facts
 
     async def forward(
         self, batches: Sequence[TrainBatch], with_entropy: bool
@@ -120,7 +122,8 @@ class Worker:
         return await self._run("optim_step", optim_step)
 
     def _begin_step(self) -> None:
-        self._profiler.begin(self._engine.step + 1, self._engine.facts().device)
+        if self._config.trainable:
+            self._profiler.begin(self._engine.step + 1)
 
     async def clear_gradients(self) -> None:
         await self._run("clear_gradients", self._engine.clear_gradients)

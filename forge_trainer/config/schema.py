@@ -9,7 +9,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from .trainer import Section, TrainerConfig
+from .trainer import (
+    ParallelConfig,
+    ProfilingConfig,
+    Section,
+    TrainerConfig,
+    require_full_layout,
+)
 
 
 class RunConfig(Section):
@@ -144,14 +150,26 @@ class ReportingConfig(Section):
     """Episodes of every step that go to rollouts.jsonl."""
 
 
+class ReferenceConfig(Section):
+    """The layout of a frozen model; all else is as the trainer's."""
+
+    num_ranks: PositiveInt = 1
+    parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def ranks_fill_the_layout(self) -> Self:
+        require_full_layout(self.num_ranks, self.parallel)
+        return self
+
+
 class GrpoConfig(Section):
     """Everything of a GRPO run."""
 
     run: RunConfig
     model: ModelConfig
     trainer: TrainerConfig = TrainerConfig()
-    reference: TrainerConfig | None = None
-    """Of the frozen model that kl_coef in algorithm.loss_options compares with, in processes of its
+    reference: ReferenceConfig | None = None
+    """The frozen model that kl_coef in algorithm.loss_options compares with, in processes of its
     own; None takes the trainer's layout."""
     generator: GeneratorConfig = GeneratorConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -165,9 +183,33 @@ class GrpoConfig(Section):
 
     @property
     def reference_trainer(self) -> TrainerConfig:
-        """The reference model's config: never trained, on a free port."""
-        config = self.reference or self.trainer
-        return config.model_copy(update={"trainable": False, "master_port": None})
+        """The trainer's config, frozen, in the reference's layout and on a free port."""
+        layout = self.reference or self.trainer
+        changes = {
+            "num_ranks": layout.num_ranks,
+            "parallel": layout.parallel,
+            "trainable": False,
+            "master_port": None,
+            "profiling": ProfilingConfig(),
+        }
+        return self.trainer.model_copy(update=changes)
+
+    @model_validator(mode="after")
+    def reference_is_of_use(self) -> Self:
+        if self.reference is not None and not self.needs_reference:
+            raise ValueError("reference is given, but algorithm.loss_options has no kl_coef")
+        return self
+
+    @model_validator(mode="after")
+    def checkpoints_are_made(self) -> Self:
+        trainer = self.trainer
+        asked = trainer.async_checkpoints or trainer.keep_checkpoints is not None
+        if asked and not trainer.checkpoint_interval:
+            raise ValueError(
+                "trainer.async_checkpoints and trainer.keep_checkpoints need "
+                "trainer.checkpoint_interval; without it, no checkpoint is made"
+            )
+        return self
 
     @model_validator(mode="after")
     def trainer_is_trainable(self) -> Self:

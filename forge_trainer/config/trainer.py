@@ -43,6 +43,11 @@ class ParallelConfig(Section):
                 f"pipeline_microbatches={self.pipeline_microbatches} leave some of the "
                 f"{self.pipeline} pipeline stages without work; give at least {self.pipeline}"
             )
+        if self.pipeline == 1 and self.num_pipeline_microbatches > 1:
+            raise ValueError(
+                f"pipeline_microbatches={self.pipeline_microbatches} without a pipeline would only "
+                "pad; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -103,6 +108,16 @@ class PackingConfig(Section):
     """Rows that go through the model at once, on each data-parallel rank."""
     enabled: bool = True
     """False: one sequence per row."""
+
+
+def require_full_layout(num_ranks: int, layout: ParallelConfig) -> None:
+    """Raises ValueError if the axes leave a rank without a place."""
+    used = layout.data_replicate * layout.tensor * layout.pipeline
+    if num_ranks % used:
+        raise ValueError(
+            f"num_ranks={num_ranks} is not a multiple of data_replicate * tensor * "
+            f"pipeline = {used}"
+        )
 
 
 class ProfilingConfig(Section):
@@ -187,18 +202,19 @@ class TrainerConfig(Section):
         return self.collective_timeout_s - self.grace_s
 
     @property
+    def layout(self) -> str:
+        """Which rank holds what, e.g. "dp2x1 tp2 pp1" (shards x replicas)."""
+        shards = self.dp_size // self.parallel.data_replicate
+        axes = f"dp{shards}x{self.parallel.data_replicate}"
+        return f"{axes} tp{self.parallel.tensor} pp{self.parallel.pipeline}"
+
+    @property
     def dp_size(self) -> int:
         return self.num_ranks // (self.parallel.tensor * self.parallel.pipeline)
 
     @model_validator(mode="after")
     def ranks_fill_the_layout(self) -> Self:
-        layout = self.parallel
-        used = layout.data_replicate * layout.tensor * layout.pipeline
-        if self.num_ranks % used:
-            raise ValueError(
-                f"num_ranks={self.num_ranks} is not a multiple of data_replicate * tensor * "
-                f"pipeline = {used}"
-            )
+        require_full_layout(self.num_ranks, self.parallel)
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +19,20 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointInfo, SaveRequest
 
-from .checkpoint_files import Marker, hash_file, read_marker, verify_files, write_marker
+from .checkpoint_files import (
+    Marker,
+    flush_to_disk,
+    hash_file,
+    partial_folder,
+    read_marker,
+    verify_files,
+    write_marker,
+)
 from .random_state import random_state, set_random_state
 from .staging import Staging, State
 from .together import RankGroup
@@ -38,8 +48,9 @@ class Checkpointer:
     on a thread of this object, one save at a time: the next save or load waits for it.
     """
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device, *, layout: str) -> None:
         self._group = group
+        self._layout = f"{device.type} {layout}"
         self._device = device
         self._staging = Staging(device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -57,9 +68,11 @@ class Checkpointer:
             state = {**state, RANDOM: self._random_state()}
         if request.wait:
             return self._finish(request, step, partial, lambda: self._write(partial, state))
-        copy = self._staging.copy(state)
+        copies: list[State] = []
+        # Together, so that a rank without memory for its copy keeps the others from writing.
+        self._group.on_each(lambda: copies.append(self._staging.copy(state)))
         self._running = self._thread.submit(
-            self._finish, request, step, partial, lambda: self._write(partial, copy)
+            self._finish, request, step, partial, lambda: self._write(partial, copies[0])
         )
         return CheckpointInfo(
             request.path, step, request.format, complete=False, weights_only=request.weights_only
@@ -86,8 +99,9 @@ class Checkpointer:
     def load(self, path: Path, state: State, *, weights_only: bool) -> CheckpointInfo:
         """Fill `state` from the folder `path`: its tensors in place, other values in the dict.
 
-        Every file is compared with its hash before a tensor is touched. Random state goes back to
-        the ranks that it came from, if there are as many as there were.
+        Files are compared with their hashes, tensors by name and shape with those of the model,
+        before one is touched. Random state goes back to the ranks that it came from, if their
+        layout is the same.
 
         Raises:
             CheckpointError: missing, incomplete, damaged, or made by another model. On all ranks
@@ -102,8 +116,9 @@ class Checkpointer:
                 )
             if marker.weights_only and not weights_only:
                 raise CheckpointError(f"{path} holds weights only; load it with weights_only=True")
+            self._require_same_model(path, state)
             random = {}
-            if not weights_only and marker.num_ranks == self._group.size:
+            if not weights_only and marker.layout == self._layout:
                 random = {RANDOM: self._random_state()}
             loaded = {**state, **random}
             dcp.load(loaded, checkpoint_id=path, **self._ranks())
@@ -130,17 +145,29 @@ class Checkpointer:
     def _prepare(self, request: SaveRequest) -> Path:
         """An empty folder to write to."""
         path = Path(request.path)
-        partial = path.with_name(path.name + ".partial")
-
-        def prepare() -> None:
-            if path.exists():
-                raise CheckpointError(f"{path} exists already; a checkpoint is never overwritten")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-
         with _as_checkpoint_error(f"cannot write {path}"):
-            self._group.on_first(prepare)
-        return partial
+            return self._group.on_first(lambda: partial_folder(path))
+
+    def _require_same_model(self, path: Path, state: State) -> None:
+        """Raises CheckpointError unless all ranks together have the tensors of the checkpoint."""
+        own = {f"model.{name}": tuple(value.shape) for name, value in state["model"].items()}
+        wanted = {
+            name: shape for part in self._group.on_each(lambda: own) for name, shape in part.items()
+        }
+        metadata = self._group.on_first(lambda: dcp.FileSystemReader(path).read_metadata())
+        found = {
+            name: tuple(entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        }
+        differences = sorted(dict(found.items() ^ wanted.items()))
+        if differences:
+            name = differences[0]
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {len(differences)} tensors differ, first "
+                f"{name.removeprefix('model.')}: {found.get(name, 'absent')} there, "
+                f"{wanted.get(name, 'absent')} here"
+            )
 
     def _write(self, partial: Path, state: State) -> None:
         dcp.save(state, checkpoint_id=partial, **self._ranks())
@@ -152,19 +179,29 @@ class Checkpointer:
         path = Path(request.path)
         weights_only = not request.is_full
 
-        def commit() -> None:
-            write_marker(
-                partial, Marker(step, request.format, weights_only, self._group.size, hashes)
-            )
-            os.replace(partial, path)
+        def hash_own() -> dict[str, str]:
+            for name in own:
+                flush_to_disk(partial / name)
+            return {name: hash_file(partial / name) for name in own}
 
-        with _as_checkpoint_error(f"cannot write {path}"):
-            write()
-            names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
-            own = self._own(names)
-            parts = self._group.on_each(lambda: {name: hash_file(partial / name) for name in own})
-            hashes = {name: value for part in parts for name, value in part.items()}
-            self._group.on_first(commit)
+        def commit() -> None:
+            marker = Marker(step, request.format, weights_only, self._layout, time.time(), hashes)
+            write_marker(partial, marker)
+            os.replace(partial, path)
+            flush_to_disk(path.parent)
+
+        try:
+            with _as_checkpoint_error(f"cannot write {path}"):
+                write()
+                names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
+                own = self._own(names)
+                parts = self._group.on_each(hash_own)
+                hashes = {name: value for part in parts for name, value in part.items()}
+                self._group.on_first(commit)
+        except CheckpointError:
+            if self._group.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         return CheckpointInfo(
             str(path), step, request.format, complete=True, weights_only=weights_only
         )
@@ -195,4 +232,12 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Without the tracebacks of every rank that DCP makes its text of."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"

@@ -5,13 +5,18 @@ A folder without its marker is incomplete and never loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import json
 import logging
+import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -32,15 +37,21 @@ class Marker:
     step: int
     format: CheckpointFormat
     weights_only: bool
-    num_ranks: int
-    """That wrote it, each with random state of its own."""
+    layout: str
+    """Of the ranks that wrote it, each with random state of its own."""
+    saved_at: float
+    """Seconds since the epoch; tells which is the newest, also after going back to an older one."""
     xxh3_128: dict[str, str]
     """Hash of every file, hexadecimal."""
 
 
 def write_marker(path: Path, marker: Marker) -> None:
     """Make the folder `path` a complete checkpoint."""
-    (path / MARKER).write_text(json.dumps(dataclasses.asdict(marker), indent=1))
+    values = dataclasses.asdict(marker)
+    with (path / MARKER).open("w") as stream:
+        json.dump({**values, "own_hash": _hash_values(values)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def read_marker(path: Path) -> Marker:
@@ -55,15 +66,17 @@ def read_marker(path: Path) -> Marker:
         raise CheckpointError(f"checkpoint {path} {why}")
     try:
         values = json.loads(file.read_text())
-        return Marker(
-            step=int(values["step"]),
-            format=values["format"],
-            weights_only=bool(values["weights_only"]),
-            num_ranks=int(values["num_ranks"]),
-            xxh3_128=dict(values["xxh3_128"]),
-        )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        own_hash = values.pop("own_hash")
+        marker = Marker(**values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path}: {MARKER} is damaged: {error!r}") from error
+    if own_hash != _hash_values(values):
+        raise CheckpointError(f"checkpoint {path}: {MARKER} is damaged, its own hash differs")
+    return marker
+
+
+def _hash_values(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def verify_files(path: Path, marker: Marker, names: Iterable[str]) -> None:
@@ -89,15 +102,55 @@ def hash_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def step_name(step: int) -> str:
+def flush_to_disk(path: Path) -> None:
+    """What is in the file or folder survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def partial_folder(path: Path) -> Path:
+    """A new empty folder beside `path` to write to; what an earlier try has left goes.
+
+    Raises:
+        CheckpointError: `path` exists already.
+    """
+    if path.exists():
+        raise CheckpointError(
+            f"{path} exists already; a checkpoint is never overwritten: give another name, or "
+            "remove it"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.partial-????????"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir()
+    return partial
+
+
+def default_name(step: int, *, format: CheckpointFormat, weights_only: bool) -> str:
     """The name of a checkpoint that was given none."""
+    if format == "hf":
+        return f"hf-{step}"
+    return f"weights-{step}" if weights_only else step_name(step)
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint of full state that was given none."""
     return f"step-{step}"
 
 
 def find_checkpoint(
-    folder: Path, *, path: str | None = None, name: str | None = None, step: int | None = None
+    folder: Path,
+    *,
+    path: str | None = None,
+    name: str | None = None,
+    step: int | None = None,
+    weights_only: bool = False,
 ) -> Path:
-    """The checkpoint asked for; without `path`, `name` and `step` the newest complete one.
+    """The checkpoint asked for; without `path`, `name` and `step` the complete one saved last.
 
     Raises:
         CheckpointError: more than one is given, or there is no complete one.
@@ -111,45 +164,59 @@ def find_checkpoint(
         return folder / name
     if step is not None:
         return folder / step_name(step)
-    newest = newest_checkpoint(folder)
+    newest = newest_checkpoint(folder, weights_only=weights_only)
     if newest is None:
         raise CheckpointError(f"no complete checkpoint in {folder}; nothing was loaded")
     return newest
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of full state in `folder` with the highest step, if there is one."""
-    complete = complete_checkpoints(folder)
-    return max(complete, key=lambda path: complete[path], default=None)
+def newest_checkpoint(folder: Path, *, weights_only: bool = False) -> Path | None:
+    """The complete checkpoint in `folder` that was saved last, if there is one.
+
+    Of full state, unless `weights_only`.
+    """
+    complete = {
+        path: marker
+        for path, marker in complete_checkpoints(folder).items()
+        if marker.format == "dcp" and (weights_only or not marker.weights_only)
+    }
+    return max(complete, key=lambda path: complete[path].saved_at, default=None)
 
 
-def complete_checkpoints(folder: Path) -> dict[Path, int]:
-    """The complete checkpoints of full state in `folder`, with their steps.
+def complete_checkpoints(folder: Path) -> dict[Path, Marker]:
+    """The complete checkpoints in `folder`.
 
     Folders that are not complete are skipped with a warning that names them.
     """
-    found: dict[Path, int] = {}
+    found: dict[Path, Marker] = {}
     for path in sorted(path for path in folder.glob("*") if path.is_dir()):
         try:
-            marker = read_marker(path)
+            found[path] = read_marker(path)
         except CheckpointError as error:
             logger.warning("skipped: %s", error)
-            continue
-        if not marker.weights_only:
-            found[path] = marker.step
     return found
 
 
 def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest complete ones of those named by step; what was deleted.
+    """Delete all but the `keep` last saved complete ones of those named by step; what was deleted.
 
-    Checkpoints that were given a name stay, and so does everything that is not complete.
+    Checkpoints that were given a name stay, and so do links and everything that is not complete.
+    What cannot be deleted is left with a warning.
     """
-    steps = complete_checkpoints(folder)
-    named_by_step = [path for path in steps if path.name == step_name(steps[path])]
-    oldest_first = sorted(named_by_step, key=lambda path: steps[path])
-    for path in oldest_first[:-keep]:
-        # Without its marker it is incomplete, so that a crash in here leaves nothing half-loadable.
-        (path / MARKER).unlink()
-        shutil.rmtree(path)
-    return oldest_first[:-keep]
+    saved_at = {}
+    for path in folder.glob("step-*"):
+        if path.is_symlink() or not (path / MARKER).is_file():
+            continue
+        with contextlib.suppress(CheckpointError):
+            marker = read_marker(path)
+            if not marker.weights_only and path.name == step_name(marker.step):
+                saved_at[path] = marker.saved_at
+    deleted = sorted(saved_at, key=lambda path: saved_at[path])[:-keep]
+    for path in deleted:
+        try:
+            # Without its marker it is incomplete: a crash in here leaves nothing half-loadable.
+            (path / MARKER).unlink()
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("the old checkpoint %s is not deleted: %s", path, error)
+    return deleted

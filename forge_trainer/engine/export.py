@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forge_trainer.errors import CheckpointError
 
+from .checkpoint_files import MARKER
 from .together import RankGroup
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -87,7 +88,10 @@ class HfWriter:
 def _copy_model_files(model_dir: Path, folder: Path) -> None:
     """Everything but weights from the directory that training began with; dtype is float32 now."""
     for file in model_dir.iterdir():
-        if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json"):
+        if file.name == MARKER or file.name.endswith(".index.json"):
+            # Of the export that training began with.
+            continue
+        if file.suffix in COPIED_SUFFIXES:
             shutil.copy(file, folder / file.name)
     config = json.loads((model_dir / "config.json").read_text())
     config.pop("torch_dtype", None)

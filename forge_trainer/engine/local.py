@@ -76,7 +76,7 @@ class LocalEngine:
         embeddings: Any = self._model.get_input_embeddings()
         embeddings.padding_idx = None
         self._pass = DocumentPass(self._model, self._dtype)
-        self._checkpointer = Checkpointer(RankGroup(), self._device)
+        self._checkpointer = Checkpointer(RankGroup(), self._device, layout=config.layout)
         seed_everything(config.seed)
         optimizers: list[torch.optim.Optimizer] = []
         schedulers: list[LambdaLR] = []
@@ -151,7 +151,7 @@ class LocalEngine:
         return forward_backward_all(
             self._pass,
             self._updater,
-            LossCalls(loss_fn, batches),
+            LossCalls(loss_fn, batches, may_skip=self._config.on_non_finite == "skip"),
             device=self._device,
             first_error=lambda own: (0, own),
             return_logprobs=return_logprobs,

@@ -27,12 +27,19 @@ from .update import Counts, count_targets
 class LossCalls:
     """The losses of one forward_backward call on one rank.
 
-    With `compiles`, registered losses go through torch.compile, once per process and loss.
+    With `compiles`, registered losses go through torch.compile, once per process, loss and value of
+    its options. With `may_skip`, a total that is not finite is left to the optimizer step.
     """
 
     def __init__(
-        self, loss_fn: LossFn, batches: Sequence[TrainBatch], *, compiles: bool = False
+        self,
+        loss_fn: LossFn,
+        batches: Sequence[TrainBatch],
+        *,
+        compiles: bool = False,
+        may_skip: bool = False,
     ) -> None:
+        self._may_skip = may_skip
         self._is_registered = isinstance(loss_fn, Objective)
         self._loss_fn = loss_fn
         if compiles and self._is_registered:
@@ -55,7 +62,7 @@ class LossCalls:
                 with_entropy = dataclasses.replace(batch, entropies_BT=entropies_BT)
                 output = _checked(self._loss_fn(logprobs_BT, with_entropy))
                 if not self._totals and not self._is_registered:
-                    _require_sum(self._loss_fn, logprobs_BT, with_entropy, output)
+                    self._check_users_loss(output, logprobs_BT, with_entropy)
             except Exception as error:
                 self.error = "".join(traceback.format_exception(error, limit=-3)).strip()
             else:
@@ -65,8 +72,24 @@ class LossCalls:
         # Kept connected to the graph so that every rank still runs backward.
         return 0.0 * logprobs_BT.sum()
 
-    def result(self, *, return_logprobs: bool) -> EngineForwardBackward:
-        """This rank's share; waits for the device."""
+    def _check_users_loss(self, output: LossOutput, logprobs_BT: Tensor, batch: TrainBatch) -> None:
+        total = float(output.total.detach())
+        if math.isfinite(total):
+            _require_sum(self._loss_fn, logprobs_BT, batch)
+        elif not (self._may_skip and batch.loss_mask_BT.any()):
+            # Of a batch without targets, it would be the 0 / 0 of a mean.
+            raise ValueError(f"LossOutput.total is {total}; it must be finite")
+
+    def result(self, *, return_logprobs: bool) -> EngineForwardBackward | None:
+        """This rank's share, or None after an error, also one in here; waits for the device."""
+        if self.error is None:
+            try:
+                return self._result(return_logprobs)
+            except Exception as error:
+                self.error = f"its metrics: {type(error).__name__}: {error}"
+        return None
+
+    def _result(self, return_logprobs: bool) -> EngineForwardBackward:
         # A pipeline calls the loss on some rows at a time, the same number of times per batch.
         calls = max(1, len(self._logprobs) // max(1, len(self.batches)))
         starts = range(0, len(self._logprobs) if return_logprobs else 0, calls)
@@ -83,31 +106,41 @@ class LossCalls:
         )
 
 
-@torch.no_grad()
-def _require_sum(
-    loss_fn: LossFn, logprobs_BT: Tensor, batch: TrainBatch, output: LossOutput
-) -> None:
-    """Raises ValueError for a mean, and for what is not a number.
+def _require_sum(loss_fn: LossFn, logprobs_BT: Tensor, batch: TrainBatch) -> None:
+    """Raises ValueError for a mean.
 
-    A sum over two copies of a batch is twice the sum over one; a mean stays as it is.
+    In a sum, a token's gradient is the same when the batch comes twice; in a mean, it is half.
+    Gradients are compared, not totals: those may cancel to nothing but rounding.
     """
-    once = float(output.total.detach())
-    if not math.isfinite(once):
-        raise ValueError(f"LossOutput.total is {once} for log-probs and fields that are finite")
     random = random_state(logprobs_BT.device)
     try:
-        again = float(loss_fn(logprobs_BT.detach(), batch).total)
-        twice = float(loss_fn(*_two_copies(logprobs_BT.detach(), batch)).total)
+        once_BT = _gradient(loss_fn, logprobs_BT, batch)
+        again_BT = _gradient(loss_fn, logprobs_BT, batch)
+        twice_BT = _gradient(loss_fn, *_two_copies(logprobs_BT, batch))[: len(logprobs_BT)]
     finally:
         set_random_state(random, logprobs_BT.device)
-    if abs(again - once) > 1e-5 * abs(once):
-        # It draws random numbers, so that no two of its values can be compared.
+    scale = float(once_BT.norm())
+    if scale == 0 or float((again_BT - once_BT).norm()) > 1e-5 * scale:
+        # Nothing to see, or it draws random numbers, so that no two gradients can be compared.
         return
-    if abs(twice - 2 * once) > 1e-3 * max(abs(twice), 2 * abs(once)):
+    if float((twice_BT - once_BT).norm()) > 1e-2 * scale:
         raise ValueError(
-            f"LossOutput.total must be a sum over tokens: it is {once:g} for a batch and {twice:g} "
-            "for two copies of it. Return the sum; optim_step(normalize=...) divides"
+            "LossOutput.total must be a sum over tokens: its gradient changes by a factor of "
+            f"{float(twice_BT.norm()) / scale:.3g} when the same batch comes twice. Return the "
+            "sum; optim_step(normalize=...) divides"
         )
+
+
+@torch.enable_grad()
+def _gradient(loss_fn: LossFn, logprobs_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """Of the total, with respect to the log-probs; zero where it does not depend on them."""
+    inputs_BT = logprobs_BT.detach().requires_grad_()
+    entropies_BT = None if batch.entropies_BT is None else batch.entropies_BT.detach()
+    total = loss_fn(inputs_BT, dataclasses.replace(batch, entropies_BT=entropies_BT)).total
+    if not total.requires_grad:
+        return torch.zeros_like(inputs_BT)
+    (gradient_BT,) = torch.autograd.grad(total, inputs_BT, allow_unused=True)
+    return torch.zeros_like(inputs_BT) if gradient_BT is None else gradient_BT
 
 
 def _two_copies(logprobs_BT: Tensor, batch: TrainBatch) -> tuple[Tensor, TrainBatch]:

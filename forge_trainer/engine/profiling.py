@@ -5,6 +5,9 @@ A step begins with the first forward or backward pass after an update, and ends 
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 
 from forge_trainer.config.trainer import ProfilingConfig
 from forge_trainer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
@@ -23,44 +28,54 @@ class StepProfiler:
         self._step: int | None = None
         self._trace: Any = None
 
-    def begin(self, step: int, device: str) -> None:
+    def begin(self, step: int) -> None:
         """Record from here, if `step` is chosen and not being recorded already.
 
-        Raises:
-            ConfigError: a memory snapshot is asked for where there is no GPU.
+        Neither this nor `end` raises: no trace is worth a step.
         """
         if self._step == step:
             return
         self.end()
-        if step in self._config.memory_steps:
-            require_memory_snapshots(self._config, device)
-            torch.cuda.memory._record_memory_history(stacks="python")
-            self._step = step
-        if step in self._config.trace_steps:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._trace = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._trace.start()
-            self._step = step
+        with _logging_errors(step):
+            if step in self._config.memory_steps:
+                self._step = step
+                torch.cuda.memory._record_memory_history(stacks="python")
+            if step in self._config.trace_steps:
+                self._step = step
+                activities = [torch.profiler.ProfilerActivity.CPU]
+                if torch.cuda.is_available():
+                    activities.append(torch.profiler.ProfilerActivity.CUDA)
+                trace = torch.profiler.profile(activities=activities, record_shapes=True)
+                trace.start()
+                self._trace = trace
 
     def end(self) -> None:
         """Write what was recorded, if anything was."""
         if self._step is None:
             return
-        step, self._step = self._step, None
-        if self._trace is not None:
-            self._trace.stop()
-            self._trace.export_chrome_trace(str(self._file(step, "trace.json.gz")))
-            self._trace = None
+        step, trace = self._step, self._trace
+        self._step = self._trace = None
+        with _logging_errors(step):
+            if trace is not None:
+                trace.stop()
+                trace.export_chrome_trace(str(self._file(step, "trace.json.gz")))
         if step in self._config.memory_steps:
-            torch.cuda.memory._dump_snapshot(str(self._file(step, "memory.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            with _logging_errors(step):
+                torch.cuda.memory._dump_snapshot(str(self._file(step, "memory.pickle")))
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _file(self, step: int, kind: str) -> Path:
         folder = Path(str(self._config.folder))
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"step-{step}-rank-{self._rank}.{kind}"
+
+
+@contextlib.contextmanager
+def _logging_errors(step: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning("step %d is not profiled: %s: %s", step, type(error).__name__, error)
 
 
 def require_memory_snapshots(config: ProfilingConfig, device: str) -> None:

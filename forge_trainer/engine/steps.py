@@ -85,12 +85,12 @@ def forward_backward_all(
                 with_entropy=calls.need_entropy,
                 is_last=index == len(calls.batches) - 1,
             )
+        result = calls.result(return_logprobs=return_logprobs)
         failed_rank, cause = first_error(calls.error)
-        if cause is not None:
+        if result is None or cause is not None:
             raise EngineError(
                 f"the loss failed: {cause}", rank=failed_rank, phase="forward_backward"
             )
-        result = calls.result(return_logprobs=return_logprobs)
     except BaseException:
         # Half a gradient must not reach the next step.
         model_pass.abandon()

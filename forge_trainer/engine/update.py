@@ -98,7 +98,10 @@ class Updater:
     def require_trainable(self) -> None:
         """Raises EngineError for a frozen model."""
         if not self._optimizers:
-            raise EngineError("this trainer is frozen (trainable: false): it can only do `forward`")
+            raise EngineError(
+                "this trainer is frozen (trainable: false): it has no gradients and no optimizer; "
+                "save and load with weights_only=True"
+            )
 
     def clear(self) -> None:
         """Drop gradients and counts."""

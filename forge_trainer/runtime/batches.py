@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
 from forge_trainer.functional.objective import make_loss, required_fields
 from forge_trainer.functional.packing import (
     PackedCall,
@@ -91,11 +92,26 @@ class BatchDealer:
         return merge_outputs(packed, outputs, with_entropy=with_entropy)
 
     async def forward_backward(self, call: PreparedCall) -> ForwardBackwardResult:
-        """Let all ranks add their gradients."""
-        shares = await self._call(
-            "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
-        )
-        return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+        """Let all ranks add their gradients; after an error, none of them keeps any.
+
+        Raises:
+            EngineError: also for metrics of different ranks that do not merge.
+        """
+        try:
+            shares = await self._call(
+                "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
+            )
+            return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+        except (WorkerLostError, DataError):
+            # Lost, or not sent to any rank.
+            raise
+        except Exception as error:
+            await self._ranks.call("clear_gradients", [()] * self._ranks.size)
+            if isinstance(error, ForgeTrainerError):
+                raise
+            raise EngineError(
+                f"{type(error).__name__}: {error}", phase="forward_backward"
+            ) from error
 
     async def _call(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
         """Give every rank the microbatches of its data-parallel rank; see `one_per_dp_rank`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from forge_trainer.engine.checkpoint_files import find_checkpoint, prune_checkpoints, step_name
+from forge_trainer.engine.checkpoint_files import default_name, find_checkpoint, prune_checkpoints
 from forge_trainer.errors import CheckpointError
-from forge_trainer.types import CheckpointInfo, SaveRequest
+from forge_trainer.types import CheckpointFormat, CheckpointInfo, SaveRequest
 
 from .facts import rank_statuses
 from .ranks import RankCalls, agreed
@@ -24,11 +24,29 @@ class Checkpoints:
         self.saving: str | None = None
         """Path of the save that runs beside other calls."""
 
-    def target(self, step: int, *, name: str | None, path: str | None) -> str:
-        """Where a save goes."""
+    def request(
+        self,
+        step: int,
+        *,
+        name: str | None,
+        path: str | None,
+        weights_only: bool,
+        format: CheckpointFormat,
+        wait: bool,
+    ) -> SaveRequest:
+        """What `TrainerHandle.save` asks for.
+
+        Raises:
+            CheckpointError: it makes no sense.
+        """
         if name is not None and path is not None:
             raise CheckpointError(f"give name or path, not both; got {name!r} and {path!r}")
-        return path or str(self._folder / (name or step_name(step)))
+        if name is not None and (not name or Path(name).name != name or name.startswith(".")):
+            raise CheckpointError(f"name is {name!r}; it must be one folder's name, use path")
+        if path is not None and not Path(path).name:
+            raise CheckpointError(f"path is {path!r}; it must end in the checkpoint's own folder")
+        name = name or default_name(step, format=format, weights_only=weights_only)
+        return SaveRequest(path or str(self._folder / name), weights_only, format, wait)
 
     async def save(self, request: SaveRequest) -> CheckpointInfo:
         """See `TrainerHandle.save`. First waits for a save that still runs."""
@@ -66,12 +84,15 @@ class Checkpoints:
             if self._running is not None and self._running.done():
                 self._running = None
 
-    def find(self, *, path: str | None, name: str | None, step: int | None) -> Path:
-        """See `find_checkpoint`."""
-        return find_checkpoint(self._folder, path=path, name=name, step=step)
-
-    async def load(self, source: Path, *, weights_only: bool) -> CheckpointInfo:
-        """See `TrainerHandle.load`. Ranks wait for a save that still runs."""
+    async def load(
+        self, *, path: str | None, name: str | None, step: int | None, weights_only: bool
+    ) -> CheckpointInfo:
+        """See `TrainerHandle.load`. Waits for a save that still runs, which may be the newest."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+        source = find_checkpoint(
+            self._folder, path=path, name=name, step=step, weights_only=weights_only
+        )
         infos: list[CheckpointInfo] = await self._ranks.call(
             "load", [(str(source), weights_only)] * self._ranks.size
         )

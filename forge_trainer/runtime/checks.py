@@ -7,7 +7,6 @@ from pathlib import Path
 from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import ENGINES, find_engine
-from forge_trainer.engine.checkpoint_files import newest_checkpoint
 from forge_trainer.engine.profiling import require_memory_snapshots
 from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
 from forge_trainer.errors import ConfigError
@@ -60,7 +59,7 @@ def check_checkpoint_folder(trainer: TrainerConfig) -> None:
         ConfigError: it does, so that saving would fail in mid-run.
     """
     folder = trainer.checkpoint_folder
-    if trainer.checkpoint_interval and folder and newest_checkpoint(Path(folder)) is not None:
+    if trainer.checkpoint_interval and folder and any(Path(folder).glob("step-*")):
         raise ConfigError(
             f"trainer.checkpoint_folder: {folder} holds checkpoints already; choose another folder"
         )

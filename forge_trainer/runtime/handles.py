@@ -18,6 +18,7 @@ from monarch.actor import ActorError
 
 from forge_trainer.actors.generator import TransformersGeneratorActor
 from forge_trainer.actors.trainer import RANKS, TitanTrainer
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import (
     CollectiveError,
     DataError,
@@ -29,24 +30,27 @@ from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import CallTicket, Completion, SamplingParams, WeightsRef, WeightsVersion
 
 CLOSE_TIMEOUT_S = 20.0
+FILE_CALLS = ("setup", "save", "load", "write_weights")
+"""Calls in which ranks read or write different amounts, and may be that far apart."""
 
 
 class MeshRanks:
     """Keeps `RankCalls` over a mesh of TitanTrainer actors."""
 
-    def __init__(
-        self, actors: TitanTrainer, *, num_ranks: int, collective_timeout_s: float, grace_s: float
-    ) -> None:
-        self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(num_ranks)]
+    def __init__(self, actors: TitanTrainer, config: TrainerConfig) -> None:
+        self._config = config
+        self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(config.num_ranks)]
         self._handle_id = uuid.uuid4().hex[:8]
         self._number = 0
-        self._collective_timeout_s = collective_timeout_s
-        self._grace_s = grace_s
         self._lost: WorkerLostError | None = None
 
     @property
     def size(self) -> int:
         return len(self._ranks)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
 
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         if self._lost is not None:
@@ -92,26 +96,37 @@ class MeshRanks:
     async def _all_or_first_cause(self, tasks: list[asyncio.Task[Any]], method: str) -> list[Any]:
         """All results, or the error that explains the others.
 
-        Waits without limit while all is well. After a first failure the other ranks get the
-        time that a broken collective takes to end; if that is what has failed, it is over already.
+        Waits without limit for the first answer, since nobody knows how long a step takes. From
+        then on the others get as long as ranks may be apart; if a collective has broken, that time
+        is over already.
         """
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if pending:
-            broken = any(isinstance(task.exception(), CollectiveError) for task in done)
-            timeout_s = self._grace_s if broken else self._collective_timeout_s
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        timeout_s = self._most_apart_s(method)
+        if pending and not any(task.exception() for task in done):
+            done, pending = await asyncio.wait(
+                tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+        if pending and (failed := [task for task in done if task.exception()]):
+            if any(isinstance(task.exception(), CollectiveError) for task in failed):
+                timeout_s = self._config.grace_s
             _, pending = await asyncio.wait(tasks, timeout=timeout_s)
         errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
         if pending:
             silent = next(rank for rank, task in enumerate(tasks) if task in pending)
             cause = f"; first error of the others: {errors[0]}" if errors else ""
             raise WorkerLostError(
-                f"a rank did not answer within {timeout_s:.0f} s after another failed{cause}",
+                f"a rank did not answer within {timeout_s:.0f} s after another did{cause}",
                 rank=silent,
                 phase=method,
             )
         if errors:
             raise _cause(errors)
         return [task.result() for task in tasks]
+
+    def _most_apart_s(self, method: str) -> float:
+        if method in FILE_CALLS:
+            return self._config.checkpoint_timeout_s
+        return self._config.collective_timeout_s
 
     async def ask(self, rank: int, method: str, *args: Any) -> Any:
         return await _translated(getattr(self._ranks[rank], method).call_one(*args), rank, method)

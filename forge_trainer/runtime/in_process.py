@@ -24,6 +24,7 @@ class InProcessRanks:
     """Keeps `RankCalls` over a single worker."""
 
     size = 1
+    is_lost = False
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

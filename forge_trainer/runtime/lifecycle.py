@@ -123,12 +123,7 @@ async def _start_trainer(mesh: ProcMesh, setup: TrainerSetup) -> TrainerHandle:
     actors = mesh.spawn(
         "trainer", TitanTrainer, config, setup.weights, str(setup.model_dir), STORE_NAME
     )
-    ranks = MeshRanks(
-        actors,
-        num_ranks=config.num_ranks,
-        collective_timeout_s=config.collective_timeout_s,
-        grace_s=config.grace_s,
-    )
+    ranks = MeshRanks(actors, config)
     handle = TrainerHandle(setup, ranks)
     await handle.setup()
     return handle

@@ -16,6 +16,11 @@ class RankCalls(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def is_lost(self) -> bool:
+        """True once a rank is gone; no call can succeed any more."""
+        ...
+
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """One ordered call on every rank; the results by rank.
 

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
+from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
 from forge_trainer.protocols import EngineFacts
 from forge_trainer.status import TrainerFacts, TrainerStatus
 from forge_trainer.types import (
@@ -27,7 +27,6 @@ from forge_trainer.types import (
     Normalize,
     OptimParams,
     OptimStepResult,
-    SaveRequest,
     TrainSequence,
     TrainStepResult,
     WeightsRef,
@@ -85,8 +84,7 @@ class TrainerHandle:
         self, sequences: Sequence[TrainSequence], *, with_entropy: bool = False
     ) -> ForwardResult:
         """Log-probs of every token under the current weights; no gradients."""
-        packed = self._batches.pack(sequences)
-        return await self._alone(self._batches.forward, packed, with_entropy)
+        return await self._alone(self._batches.forward, self._batches.pack(sequences), with_entropy)
 
     async def forward_backward(
         self,
@@ -156,9 +154,10 @@ class TrainerHandle:
     ) -> CheckpointInfo:
         """Write a checkpoint to `path`, or as `name` into the checkpoint folder.
 
-        Without either, the name is `step-N`; of those, the newest `keep_checkpoints` stay. `hf` is
-        a float32 Hugging Face directory. With `wait=False` the call returns once the state is
-        copied; `wait_for_save` tells when the checkpoint is complete.
+        Without either, the name is `step-N`, of which the `keep_checkpoints` saved last stay;
+        `weights-N` for weights alone and `hf-N` for a float32 Hugging Face directory. With
+        `wait=False` the call returns once the state is copied; `wait_for_save` tells when the
+        checkpoint is complete.
 
         Raises:
             CheckpointError: it exists already, cannot be written, or gradients are accumulated; or
@@ -166,8 +165,15 @@ class TrainerHandle:
         """
 
         async def save() -> CheckpointInfo:
-            target = self._checkpoints.target(self._step, name=name, path=path)
-            return await self._checkpoints.save(SaveRequest(target, weights_only, format, wait))
+            request = self._checkpoints.request(
+                self._step,
+                name=name,
+                path=path,
+                weights_only=weights_only,
+                format=format,
+                wait=wait,
+            )
+            return await self._checkpoints.save(request)
 
         return await self._alone(save)
 
@@ -187,7 +193,7 @@ class TrainerHandle:
         step: int | None = None,
         weights_only: bool = False,
     ) -> CheckpointInfo:
-        """Continue from a checkpoint; without arguments, from the newest complete one.
+        """Continue from a checkpoint; without arguments, from the one saved last.
 
         Opens a new weights epoch, so that a version may be published again.
 
@@ -195,15 +201,17 @@ class TrainerHandle:
             CheckpointError: there is none, or it is damaged or of another model; the trainer is
                 as before.
         """
-        source = self._checkpoints.find(path=path, name=name, step=step)
-        return await self._alone(self._load, source, weights_only)
 
-    async def _load(self, source: Path, weights_only: bool) -> CheckpointInfo:
-        info = await self._checkpoints.load(source, weights_only=weights_only)
-        if not weights_only:
-            self._step = info.step
-        self._publisher.open_epoch()
-        return info
+        async def load() -> CheckpointInfo:
+            info = await self._checkpoints.load(
+                path=path, name=name, step=step, weights_only=weights_only
+            )
+            if not weights_only:
+                self._step = info.step
+            self._publisher.open_epoch()
+            return info
+
+        return await self._alone(load)
 
     async def to(self, device: str) -> None:
         """Move the trainer's state to "cpu", so that others may use the device, or back ("cuda").
@@ -249,18 +257,20 @@ class TrainerHandle:
         )
 
     async def close(self) -> None:
-        """Wait for the call and the save that run, then free the ranks; once.
+        """Wait for the call and the save that run, then free the ranks, once.
 
         Raises:
-            CheckpointError: the save failed; the ranks are free nevertheless.
+            CheckpointError: the save failed. The ranks are free nevertheless.
         """
-        if not self._is_closed:
-            self._is_closed = True
-            await self._alone(self._close)
+        async with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                await to_the_end(self._close())
 
     async def _close(self) -> None:
         try:
-            await self._checkpoints.wait()
+            if not self._ranks.is_lost:
+                await self._checkpoints.wait()
         finally:
             await self._ranks.close()
 
@@ -269,6 +279,8 @@ class TrainerHandle:
     ) -> T:
         """The result of `work`, with no other call to the ranks in between."""
         async with self._lock:
+            if self._is_closed:
+                raise EngineError("this trainer is closed")
             return await to_the_end(work(*args, **kwargs))
 
     async def _optim_step(

@@ -121,7 +121,7 @@ def test_a_save_beside_training_holds_the_state_of_its_call(
 
 def test_allocations_of_chosen_steps_are_recorded(tmp_path: Path) -> None:
     profiler = StepProfiler(ProfilingConfig(folder=str(tmp_path), memory_steps=[1]), rank=0)
-    profiler.begin(1, "cuda")
+    profiler.begin(1)
     torch.ones(1000, device="cuda")
     profiler.end()
     assert (tmp_path / "step-1-rank-0.memory.pickle").stat().st_size > 0

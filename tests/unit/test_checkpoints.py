@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from forge_trainer.config.schema import GeneratorConfig
+from forge_trainer.config.trainer import ProfilingConfig, TrainerConfig
+from forge_trainer.engine.checkpoint_files import read_marker, verify_files
 from forge_trainer.errors import CheckpointError
 from forge_trainer.hf import load_causal_lm
 from forge_trainer.runtime.checks import check_generator, check_trainer
@@ -187,11 +189,11 @@ def test_a_save_beside_training_is_seen_and_waited_for(
         blocked_writer.set()
         assert (await second).step == 1
         blocked_writer.clear()
-        load = asyncio.create_task(trainer.load(name="first"))
+        newest = asyncio.create_task(trainer.load())
         await asyncio.sleep(0.05)
-        assert not load.done()
+        assert not newest.done()
         blocked_writer.set()
-        assert (await load).step == 0
+        assert (await newest).step == 1
         blocked_writer.clear()
         await trainer.save("third", wait=False)
         closing = asyncio.create_task(trainer.close())
@@ -309,3 +311,186 @@ def test_skipped_steps_are_counted_across_a_resume(tiny_qwen3: Path, tmp_path: P
         return float(result.optim.metrics["trainer/skipped_steps"].value)
 
     assert asyncio.run(scenario()) == 1.0
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(
+    bench: Bench, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """DCP reads the tensors that it is asked for, and does not mind others."""
+    config = bench.trainer._setup.trainer
+
+    async def save_other() -> str:
+        other = await start_in_process_trainer(
+            config, model_dir=tiny_llama, checkpoint_folder=tmp_path
+        )
+        saved = await other.save("other")
+        await other.close()
+        return saved.path
+
+    path = bench.run(save_other())
+    before = bench.run(bench.trainer.forward(GOOD)).logprobs
+    for weights_only in (False, True):
+        with pytest.raises(
+            CheckpointError, match=r"is of another model: \d+ tensors differ, first"
+        ):
+            bench.run(bench.trainer.load(path=path, weights_only=weights_only))
+    assert bench.run(bench.trainer.forward(GOOD)).logprobs == before
+
+
+def _trained(trainer: Any, steps: int) -> Any:
+    async def train() -> None:
+        for _ in range(steps):
+            await trainer.train_step(GOOD, loss="grpo")
+
+    return train()
+
+
+def test_going_back_to_an_old_checkpoint_keeps_what_is_saved_after_that(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """The highest step was kept, so that every checkpoint of the new branch was deleted at once."""
+    config = LOCAL.model_copy(update={"keep_checkpoints": 1})
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        await trainer.save("base")
+        await _trained(trainer, 3)
+        await trainer.save()
+        await trainer.load(name="base")
+        await _trained(trainer, 1)
+        saved = await trainer.save()
+        assert Path(saved.path).is_dir()
+        assert (await trainer.load()).step == 1
+        await trainer.close()
+
+    asyncio.run(scenario())
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "step-1"}
+
+
+def test_pruning_leaves_links_and_what_they_point_to(tiny_qwen3: Path, tmp_path: Path) -> None:
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    config = LOCAL.model_copy(update={"keep_checkpoints": 1})
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=folder
+        )
+        for step in range(3):
+            await trainer.save()
+            if step == 0:
+                (folder / "step-0").rename(archive)
+                (folder / "step-0").symlink_to(archive)
+            await _trained(trainer, 1)
+        assert (await trainer.load(step=0)).step == 0
+        await trainer.close()
+
+    asyncio.run(scenario())
+    assert {path.name for path in folder.iterdir()} == {"step-0", "step-2"}
+
+
+def test_saving_deletes_no_folder_of_others(bench: Bench, tmp_path: Path) -> None:
+    foreign = tmp_path / "run.partial"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    bench.run(bench.trainer.save(path=str(tmp_path / "run")))
+    assert (foreign / "thesis.txt").read_text() == "mine"
+    assert bench.run(bench.trainer.load(path=str(tmp_path / "run"))).step == 0
+
+
+def test_a_failed_save_leaves_nothing(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took disk space exactly when there was none."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr(dcp, "save", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        bench.run(bench.trainer.save())
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_what_an_interrupted_save_has_left_goes_with_the_next(bench: Bench, tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".step-0.partial-0123abcd"
+    left.mkdir(parents=True)
+    bench.run(bench.trainer.save())
+    assert not left.exists()
+
+
+def test_a_changed_marker_is_noticed(bench: Bench) -> None:
+    marker = Path(bench.run(bench.trainer.save()).path) / "forge_trainer.json"
+    marker.write_text(marker.read_text().replace('"step": 0', '"step": 777'))
+    with pytest.raises(CheckpointError, match="is damaged, its own hash differs"):
+        bench.run(bench.trainer.load(step=0))
+
+
+def test_kinds_of_checkpoints_have_names_of_their_own(bench: Bench, tmp_path: Path) -> None:
+    trainer = bench.trainer
+    for options in ({}, {"weights_only": True}, {"format": "hf"}):
+        bench.run(trainer.save(**options))
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-0", "weights-0", "hf-0"}
+    assert bench.run(trainer.load()).path.endswith("step-0")
+    newest_weights = bench.run(trainer.load(weights_only=True))
+    assert newest_weights.path.endswith("weights-0")
+
+
+@pytest.mark.parametrize(
+    "where", [{"name": "../x"}, {"name": "a/b"}, {"name": ".x"}, {"name": ""}, {"path": "."}]
+)
+def test_names_that_are_not_one_folder_are_refused(bench: Bench, where: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="it must"):
+        bench.run(bench.trainer.save(**where))
+
+
+def test_an_export_can_be_exported_again(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The marker of the first one was copied into the second, with a hash that did not fit."""
+
+    async def export(model_dir: Path, name: str) -> Path:
+        trainer = await start_in_process_trainer(
+            LOCAL, model_dir=model_dir, checkpoint_folder=tmp_path
+        )
+        saved = await trainer.save(name, format="hf")
+        await trainer.close()
+        return Path(saved.path)
+
+    first = asyncio.run(export(tiny_qwen3, "first"))
+    second = asyncio.run(export(first, "second"))
+    marker = read_marker(second)
+    assert "forge_trainer.json" not in marker.xxh3_128
+    verify_files(second, marker, marker.xxh3_128)
+
+
+def test_random_state_goes_back_to_the_same_layout_only() -> None:
+    """As many ranks in another layout: tensor-parallel ranks would draw different numbers."""
+    layouts = [
+        TrainerConfig.model_validate({"num_ranks": 2, "parallel": parallel}).layout
+        for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"data_replicate": 2})
+    ]
+    assert layouts == ["dp2x1 tp1 pp1", "dp1x1 tp2 pp1", "dp1x1 tp1 pp2", "dp1x2 tp1 pp1"]
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_profile_that_cannot_be_written_costs_no_step(
+    tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, trainable: bool
+) -> None:
+    """The update was made and the handle did not know; a frozen trainer recorded for ever."""
+    (tmp_path / "file").write_text("")
+    profiling = ProfilingConfig(folder=str(tmp_path / "file"), trace_steps=[1])
+    config = LOCAL.model_copy(update={"profiling": profiling, "trainable": trainable})
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        await trainer.forward(GOOD)
+        if trainable:
+            assert (await trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+            assert (await trainer.push_weights()).version.policy_version == 1
+        await trainer.close()
+
+    asyncio.run(scenario())
+    assert ("step 1 is not profiled" in caplog.text) == trainable

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from forge_trainer.config.schema import GeneratorConfig
 from forge_trainer.config.trainer import TrainerConfig
@@ -25,6 +26,7 @@ from forge_trainer.errors import (
 )
 from forge_trainer.functional.tokens import document_means
 from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.metrics import Mean
 from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.types import (
     LossOutput,
@@ -147,7 +149,7 @@ def test_clear_gradients_drops_what_was_accumulated(bench: Bench) -> None:
 
 def test_status_answers_while_a_step_runs(bench: Bench) -> None:
     def slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
-        time.sleep(1.0)
+        time.sleep(0.2)
         return LossOutput(total=logprobs_BT.sum())
 
     async def scenario() -> None:
@@ -188,7 +190,7 @@ def _per_token(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
     ("loss", "message"),
     [
         (_nan, "total is nan"),
-        (_mean, "must be a sum over tokens: it is .* and .* for two copies"),
+        (_mean, "must be a sum over tokens: its gradient changes by a factor of 0.5"),
         (_per_token, "must be a 0-dim tensor"),
     ],
 )
@@ -196,6 +198,84 @@ def test_a_users_loss_must_be_a_finite_sum(bench: Bench, loss: Any, message: str
     with pytest.raises(EngineError, match=message):
         bench.run(bench.trainer.forward_backward(GOOD, loss=loss))
     assert bench.run(bench.trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+
+
+def _zero_sum(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    """On-policy with centred advantages the total is nothing but rounding."""
+    return LossOutput(total=(batch.loss_mask_BT * (logprobs_BT - logprobs_BT.detach())).sum())
+
+
+def _of_nothing(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=0.0 * logprobs_BT.sum())
+
+
+@pytest.mark.parametrize("loss", [_zero_sum, _of_nothing])
+def test_a_total_of_zero_is_a_sum_like_any_other(bench: Bench, loss: Any) -> None:
+    """Totals were compared, and cancelled to rounding: a user's GRPO failed on its first step."""
+    assert bench.run(bench.trainer.train_step(GOOD, loss=loss)).optim.step == 1
+
+
+def _infinite(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(total=-(logprobs_BT * batch.loss_mask_BT * 3e38 * 3e38).sum())
+
+
+def test_a_users_loss_that_overflows_is_skipped_where_that_is_asked_for(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(update={"engine": "local", "on_non_finite": "skip"})
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            config, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        assert (await trainer.train_step(GOOD, loss=_infinite)).optim.skipped
+        assert (await trainer.train_step(GOOD, loss="grpo")).optim.step == 1
+        await trainer.close()
+
+    asyncio.run(scenario())
+
+
+def _vector_metric(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    return LossOutput(
+        total=-logprobs_BT.sum(),
+        metrics={"x": Mean(torch.ones(2), 1)},  # type: ignore[arg-type]
+    )
+
+
+def test_closing_one_trainer_leaves_the_others(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The first one to close ended the process group of all."""
+
+    async def scenario() -> None:
+        one, other = [
+            await start_in_process_trainer(CONFIG, model_dir=tiny_qwen3, checkpoint_folder=tmp_path)
+            for _ in range(2)
+        ]
+        await one.close()
+        assert (await other.train_step(GOOD, loss="grpo")).optim.step == 1
+        await other.close()
+        assert not dist.is_initialized()
+
+    asyncio.run(scenario())
+
+
+def test_a_close_that_was_cancelled_can_be_repeated(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """It was taken for done, and the trainer lived on."""
+
+    async def scenario() -> None:
+        trainer = await start_in_process_trainer(
+            CONFIG, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
+        )
+        step = asyncio.create_task(trainer.train_step(GOOD, loss=_slow))
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(trainer.close(), 0.01)
+        await asyncio.gather(trainer.close(), trainer.close())
+        assert step.done()
+        with pytest.raises(EngineError, match="this trainer is closed"):
+            await trainer.forward(GOOD)
+        assert not dist.is_initialized()
+
+    asyncio.run(scenario())
 
 
 def _mean_over_sequences_of_means(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
@@ -405,7 +485,7 @@ def _fails_in_second_backward(logprobs_BT: torch.Tensor, batch: TrainBatch) -> L
     return LossOutput(total=-_FailsInBackward.apply(logprobs_BT).sum())
 
 
-@pytest.mark.parametrize("loss", [_bad_metric, _fails_in_second_backward])
+@pytest.mark.parametrize("loss", [_bad_metric, _vector_metric, _fails_in_second_backward])
 def test_half_a_gradient_never_reaches_the_next_step(bench: Bench, loss: Any) -> None:
     still = OptimParams(lr=0.0, weight_decay=0.0)
     many = random_sequences(12)

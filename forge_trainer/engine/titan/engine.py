@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
 from forge_trainer.config.trainer import TrainerConfig
@@ -48,7 +47,7 @@ from .model import build_model_spec
 from .optimizer import build_optimizers, build_schedulers
 from .parallel import build_model, build_parallel_dims, load_hf_weights
 from .passes import PipelinePass, WholePass
-from .platform import join_process_group, select_device
+from .platform import join_process_group, leave_process_group, select_device
 from .weights import full_hf_tensors, hf_pieces
 
 
@@ -64,11 +63,11 @@ class TitanEngine:
         """Join the process group, build and shard the model, load its weights."""
         config = self._config
         self._device = select_device(resolve_device(config.device), self._world)
-        join_process_group(self._device, self._world, config.group_timeout_s)
+        self._must_leave = join_process_group(self._device, self._world, config.group_timeout_s)
         parallel_dims = build_parallel_dims(config)
         self._collectives = Collectives(parallel_dims, self._device, self._world)
         self._group = RankGroup.of_all_ranks(config.checkpoint_timeout_s)
-        self._checkpointer = Checkpointer(self._group, self._device)
+        self._checkpointer = Checkpointer(self._group, self._device, layout=config.layout)
         self._build_model(parallel_dims)
         # Ranks that see the same tokens draw the same numbers.
         seed_everything(config.seed + self._collectives.coordinate("batch"))
@@ -156,7 +155,12 @@ class TitanEngine:
         return forward_backward_all(
             self._pass,
             self._updater,
-            LossCalls(loss_fn, batches, compiles="loss" in self._config.compile),
+            LossCalls(
+                loss_fn,
+                batches,
+                compiles="loss" in self._config.compile,
+                may_skip=self._config.on_non_finite == "skip",
+            ),
             device=self._device,
             first_error=self._collectives.first_error,
             return_logprobs=return_logprobs,
@@ -219,8 +223,9 @@ class TitanEngine:
     def close(self) -> None:
         """Wait for a running save and leave the process group."""
         self._checkpointer.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if self._must_leave:
+            self._must_leave = False
+            leave_process_group()
 
     def _training_state(self, *, weights_only: bool) -> dict[str, Any]:
         """What a resumed run needs; its tensors are the live ones, filled in place."""

@@ -27,13 +27,20 @@ def select_device(device: torch.device, world: World) -> torch.device:
     return device
 
 
-def join_process_group(device: torch.device, world: World, timeout_s: float) -> None:
-    """Become a member of the default group; does nothing if the process already is one.
+_members = 0
+"""Engines of this process in the default group, if `join_process_group` made it."""
 
-    With more than one rank, MASTER_ADDR and MASTER_PORT must be set.
+
+def join_process_group(device: torch.device, world: World, timeout_s: float) -> bool:
+    """Become a member of the default group; True if `leave_process_group` is to be called.
+
+    A group that somebody else has made is used and left alone. With more than one rank,
+    MASTER_ADDR and MASTER_PORT must be set.
     """
+    global _members
     if dist.is_initialized():
-        return
+        _members += int(_members > 0)
+        return _members > 0
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     timeout = timedelta(seconds=timeout_s)
     if world.size == 1:
@@ -44,3 +51,13 @@ def join_process_group(device: torch.device, world: World, timeout_s: float) -> 
         dist.init_process_group(
             backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout
         )
+    _members = 1
+    return True
+
+
+def leave_process_group() -> None:
+    """The last engine to leave ends the group."""
+    global _members
+    _members -= 1
+    if _members == 0 and dist.is_initialized():
+        dist.destroy_process_group()
