@@ -70,7 +70,8 @@ class Checkpointer:
             return self._finish(request, step, partial, lambda: self._write(partial, state))
         copies: list[State] = []
         # Together, so that a rank without memory for its copy keeps the others from writing.
-        self._group.on_each(lambda: copies.append(self._staging.copy(state)))
+        with self._removing_after_errors(partial):
+            self._group.on_each(lambda: copies.append(self._staging.copy(state)))
         self._running = self._thread.submit(
             self._finish, request, step, partial, lambda: self._write(partial, copies[0])
         )
@@ -190,21 +191,25 @@ class Checkpointer:
             os.replace(partial, path)
             flush_to_disk(path.parent)
 
+        with self._removing_after_errors(partial), _as_checkpoint_error(f"cannot write {path}"):
+            write()
+            names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
+            own = self._own(names)
+            parts = self._group.on_each(hash_own)
+            hashes = {name: value for part in parts for name, value in part.items()}
+            self._group.on_first(commit)
+        return CheckpointInfo(
+            str(path), step, request.format, complete=True, weights_only=weights_only
+        )
+
+    @contextlib.contextmanager
+    def _removing_after_errors(self, partial: Path) -> Iterator[None]:
         try:
-            with _as_checkpoint_error(f"cannot write {path}"):
-                write()
-                names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
-                own = self._own(names)
-                parts = self._group.on_each(hash_own)
-                hashes = {name: value for part in parts for name, value in part.items()}
-                self._group.on_first(commit)
+            yield
         except CheckpointError:
             if self._group.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        return CheckpointInfo(
-            str(path), step, request.format, complete=True, weights_only=weights_only
-        )
 
     def _verified_marker(self, path: Path) -> Marker:
         marker = self._group.on_first(lambda: read_marker(path))

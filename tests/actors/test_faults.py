@@ -8,7 +8,9 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -102,19 +104,30 @@ def test_a_start_that_fails_can_be_tried_again(tiny_qwen3: Path, tmp_path: Path)
         assert cluster.run(cluster.trainer.push_weights()).num_tensors > 0
 
 
+@pytest.mark.parametrize("method", ["train_step", "clear_gradients"])
 def test_a_rank_that_hangs_is_lost_within_the_collective_timeout(
-    tiny_qwen3: Path, tmp_path: Path
+    tiny_qwen3: Path, tmp_path: Path, method: str
 ) -> None:
+    """Also in a call without a collective, and closing does not wait for it again."""
     config = TRAINER.model_copy(update={"collective_timeout_s": 8.0})
     with running_cluster(tiny_qwen3, tmp_path, config) as cluster:
-        pid = cluster.run(cluster.trainer.get_config()).ranks[1].pid
+        trainer = cluster.trainer
+        calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            "train_step": lambda: trainer.train_step(GOOD, loss="grpo"),
+            "clear_gradients": trainer.clear_gradients,
+        }
+        pid = cluster.run(trainer.get_config()).ranks[1].pid
         os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
         try:
             with pytest.raises(WorkerLostError) as caught:
-                cluster.run(cluster.trainer.train_step(GOOD, loss="grpo"))
+                cluster.run(calls[method]())
+            # Two seconds for a machine that is busy with other things.
+            assert time.monotonic() - start < config.collective_timeout_s + 2
+            start = time.monotonic()
+            cluster.run(trainer.close())
+            assert time.monotonic() - start < 1
         finally:
             os.kill(pid, signal.SIGCONT)
-        # Two seconds for a machine that is busy with other things.
-        assert time.monotonic() - start < config.collective_timeout_s + 2
-        assert (caught.value.rank, caught.value.phase) == (1, "forward_backward")
+        phase = {"train_step": "forward_backward"}.get(method, method)
+        assert (caught.value.rank, caught.value.phase) == (1, phase)

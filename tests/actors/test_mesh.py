@@ -18,6 +18,7 @@ from forge_trainer.errors import CheckpointError, DataError, EngineError, Weight
 from forge_trainer.functional.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import load_causal_lm
+from forge_trainer.metrics import Max, Mean
 from forge_trainer.runtime.handles import MeshRanks
 from forge_trainer.runtime.lifecycle import STORE_NAME
 from forge_trainer.runtime.weight_sync import sync_weights
@@ -206,6 +207,31 @@ def test_a_loss_that_fails_on_one_rank_is_an_error_on_all(cluster: Cluster) -> N
     assert caught.value.rank == 1
     again = cluster.run(cluster.trainer.train_step(GOOD, loss="grpo")).optim
     assert (again.grad_norm, again.step) == (wanted, 2)
+
+
+def _metric_differs(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    kind = Mean(1.0, 1.0) if dist.get_rank() == 0 else Max(1.0)
+    return LossOutput(total=-logprobs_BT.sum(), metrics={"loss/x": kind})
+
+
+def _metric_fails_on_rank_0(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    value = torch.ones(2 if dist.get_rank() == 0 else 1)
+    return LossOutput(
+        total=-logprobs_BT.sum(),
+        metrics={"loss/x": Max(value)},  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("loss", [_metric_differs, _metric_fails_on_rank_0])
+def test_metrics_that_fail_leave_no_rank_with_a_gradient(cluster: Cluster, loss: Any) -> None:
+    """One rank dropped its gradient, the other kept it, and the next step used half of one."""
+    still = OptimParams(lr=0.0, weight_decay=0.0)
+    wanted = cluster.run(cluster.trainer.train_step(GOOD, loss="grpo", params=still)).optim
+    with pytest.raises(EngineError):
+        cluster.run(cluster.trainer.train_step(GOOD, loss=loss))
+    assert cluster.run(cluster.trainer.get_status()).accumulated_tokens == 0
+    again = cluster.run(cluster.trainer.train_step(GOOD, loss="grpo", params=still)).optim
+    assert again.grad_norm == wanted.grad_norm
 
 
 def test_a_loss_that_cannot_be_sent_is_refused_and_the_trainer_goes_on(cluster: Cluster) -> None:

@@ -178,3 +178,35 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(
     messages = pool.run(2, _save_where_rank_1_cannot, tiny_qwen3, tmp_path)
     assert all("No space left on device" in message for message in messages)
     assert not (tmp_path / "lost").exists()
+
+
+def _save_where_rank_1_has_no_memory(rank: int, model_dir: Path, folder: Path) -> str:
+    from forge_trainer.engine.staging import Staging
+
+    engine = _engine(rank, model_dir)
+    copy = Staging.copy
+
+    def full(self: Any, state: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+    if rank == 1:
+        Staging.copy = full  # type: ignore[method-assign]
+    try:
+        engine.save(SaveRequest(str(folder / "lost"), wait=False))
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        Staging.copy = copy  # type: ignore[method-assign]
+    engine.save(SaveRequest(str(folder / "kept"), wait=False))
+    assert engine.wait_for_save().complete
+    engine.close()
+    return message
+
+
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(
+    pool: RankPool, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """The others began to write and waited for it, so that no later save could succeed."""
+    messages = pool.run(2, _save_where_rank_1_has_no_memory, tiny_qwen3, tmp_path)
+    assert all("no room for a copy" in message for message in messages)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
