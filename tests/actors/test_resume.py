@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -148,65 +150,41 @@ def test_a_checkpoint_holds_the_state_at_the_call(
     assert all(pool.run(2, _save_and_overwrite, tiny_qwen3, str(tmp_path / "saved")))
 
 
-def _save_where_rank_1_cannot(rank: int, model_dir: Path, folder: Path) -> str:
-    import torch.distributed.checkpoint as dcp
-
+def _save_with_failing(
+    rank: int, model_dir: Path, folder: Path, where: str, error: BaseException
+) -> str:
+    """What a save beside training says if `where` fails on rank 1; the next one works."""
     engine = _engine(rank, model_dir)
-    write = dcp.FileSystemWriter.write_data
+    failing = patch(where, side_effect=error) if rank == 1 else nullcontext()
 
-    def full(self: Any, *args: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    if rank == 1:
-        dcp.FileSystemWriter.write_data = full  # type: ignore[assignment, method-assign]
-    try:
+    def save_beside_a_step() -> None:
         engine.save(SaveRequest(str(folder / "lost"), wait=False))
         _step(engine, 0)
         engine.wait_for_save()
-    except CheckpointError as error:
-        message = str(error)
-    finally:
-        dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
-    assert engine.save(SaveRequest(str(folder / "kept"))).complete
-    engine.close()
-    return message
 
-
-def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(
-    pool: RankPool, tiny_qwen3: Path, tmp_path: Path
-) -> None:
-    messages = pool.run(2, _save_where_rank_1_cannot, tiny_qwen3, tmp_path)
-    assert all("No space left on device" in message for message in messages)
-    assert not (tmp_path / "lost").exists()
-
-
-def _save_where_rank_1_has_no_memory(rank: int, model_dir: Path, folder: Path) -> str:
-    from forge_trainer.engine.staging import Staging
-
-    engine = _engine(rank, model_dir)
-    copy = Staging.copy
-
-    def full(self: Any, state: Any) -> Any:
-        raise MemoryError("no room for a copy")
-
-    if rank == 1:
-        Staging.copy = full  # type: ignore[method-assign]
-    try:
-        engine.save(SaveRequest(str(folder / "lost"), wait=False))
-    except CheckpointError as error:
-        message = str(error)
-    finally:
-        Staging.copy = copy  # type: ignore[method-assign]
+    with failing, pytest.raises(CheckpointError) as caught:
+        save_beside_a_step()
     engine.save(SaveRequest(str(folder / "kept"), wait=False))
     assert engine.wait_for_save().complete
     engine.close()
-    return message
+    return str(caught.value)
 
 
-def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(
-    pool: RankPool, tiny_qwen3: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        (
+            "torch.distributed.checkpoint.FileSystemWriter.write_data",
+            OSError(28, "No space left on device"),
+        ),
+        ("forge_trainer.engine.staging.Staging.copy", MemoryError("no room for a copy")),
+    ],
+    ids=["disk", "memory"],
+)
+def test_what_is_full_on_one_rank_is_an_error_on_all(
+    pool: RankPool, tiny_qwen3: Path, tmp_path: Path, where: str, error: BaseException
 ) -> None:
-    """The others began to write and waited for it, so that no later save could succeed."""
-    messages = pool.run(2, _save_where_rank_1_has_no_memory, tiny_qwen3, tmp_path)
-    assert all("no room for a copy" in message for message in messages)
+    """Without memory for its copy one rank gave up, and no later save of the others succeeded."""
+    messages = pool.run(2, _save_with_failing, tiny_qwen3, tmp_path, where, error)
+    assert all(str(error.args[-1]) in message for message in messages)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
