@@ -161,8 +161,8 @@ class PieceRecord:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     location: str
-    checksum: str
-    """xxh3-128 of the piece's bytes, hexadecimal."""
+    checksum: str | None
+    """xxh3-128 of the piece's bytes, hexadecimal; None if it is not verified."""
     num_bytes: int
 
 

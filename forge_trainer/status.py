@@ -47,6 +47,19 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """The last push or pull of weights."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes per second."""
+        return self.num_bytes / self.seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerStatus:
     """What `get_status` returns: a snapshot that never waits for the step it describes."""
 
@@ -58,6 +71,9 @@ class TrainerStatus:
     """Over all data-parallel ranks, like the tokens."""
     accumulated_tokens: int
     published: WeightsVersion | None
+    held: list[WeightsVersion]
+    """Versions that can be pulled, oldest first."""
+    push: TransferStatus | None
     saving: str | None
     """Path of the checkpoint that is written beside other calls."""
     last_error: str | None
@@ -67,6 +83,7 @@ class TrainerStatus:
 class GeneratorStatus:
     version: WeightsVersion
     """The weights in use; e0v0 are those of the model directory until a pull."""
+    pull: TransferStatus | None
     phase: str
     num_completions: int
     host: str

@@ -19,6 +19,7 @@ from forge_trainer.metrics import Metric
 
 CheckpointFormat = Literal["dcp", "hf"]
 Normalize = Literal["tokens", "sequences", "none"]
+Verify = Literal["full", "sample", "off"]
 
 PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_weights")
 """The optional per-token fields of a TrainSequence; each sits at the token it describes."""

@@ -59,7 +59,7 @@ class TitanTrainer(Actor):
             config,
             weights,
             model_dir=Path(model_dir),
-            store=TorchStoreWeightStore(store_name),
+            store=TorchStoreWeightStore(store_name, weights.verify),
             world=World(rank=point.rank, local_rank=point[RANKS], size=size),
         )
 

@@ -80,6 +80,9 @@ class WeightsConfig(Section):
     """What parameters are published in; the generator runs in the same."""
     keep_versions: PositiveInt = 2
     """Published versions that stay; older ones are dropped."""
+    verify: Literal["full", "sample", "off"] = "full"
+    """Checksums that are made when publishing and compared when pulling: of every tensor, of one in
+    eight (others at the next version), or none. Names, shapes and dtypes are always compared."""
 
 
 class GeneratorConfig(Section):

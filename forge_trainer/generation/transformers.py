@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from forge_trainer.errors import DataError, WeightsError
 from forge_trainer.functional.manifests import check_fits, dtype_name
 from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device
 from forge_trainer.protocols import WeightStore
-from forge_trainer.status import GeneratorStatus
+from forge_trainer.status import GeneratorStatus, TransferStatus
 from forge_trainer.types import Completion, SamplingParams, WeightsRef, WeightsVersion
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class TransformersGenerator:
         self._turn = asyncio.Lock()
         self._phase = "starting"
         self._version = WeightsVersion(epoch=0, policy_version=0)
+        self._pull: TransferStatus | None = None
         self._num_completions = 0
 
     async def setup(self) -> None:
@@ -167,6 +169,7 @@ class TransformersGenerator:
             version = ref.version
             if version < self._version:
                 raise WeightsError(f"weights {version} are older than {self._version}, in use")
+            start = time.perf_counter()
             manifest = await self._store.read_manifest(version)
             parameters: dict[str, Tensor] = dict(self._model.named_parameters())
             check_fits(
@@ -178,6 +181,7 @@ class TransformersGenerator:
                 for name, entry in manifest.tensors.items()
             }
             await self._run("pull_weights", lambda: self._load_in_place(tensors, version))
+            self._pull = TransferStatus(manifest.num_bytes, time.perf_counter() - start)
             return version
 
     @torch.no_grad()
@@ -191,6 +195,7 @@ class TransformersGenerator:
     async def get_status(self) -> GeneratorStatus:
         return GeneratorStatus(
             version=self._version,
+            pull=self._pull,
             phase=self._phase,
             num_completions=self._num_completions,
             host=socket.gethostname(),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from forge_trainer.protocols import EngineFacts
 from forge_trainer.status import RankStatus, TrainerFacts, TrainerStatus
-from forge_trainer.types import WeightsVersion
 
+from .publish import WeightsPublisher
 from .ranks import RankCalls
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
@@ -40,7 +40,7 @@ def merge_statuses(
     by_rank: Sequence[RankStatus],
     per_dp_rank: Sequence[RankStatus],
     *,
-    published: WeightsVersion | None,
+    publisher: WeightsPublisher,
     saving: str | None,
 ) -> TrainerStatus:
     """What the ranks say, and what the handle knows, as one."""
@@ -52,7 +52,9 @@ def merge_statuses(
         seconds_in_phase=first.seconds_in_phase,
         accumulated_sequences=sum(s.accumulated_sequences for s in per_dp_rank),
         accumulated_tokens=sum(s.accumulated_tokens for s in per_dp_rank),
-        published=published,
+        published=publisher.published,
+        held=publisher.held,
+        push=publisher.push,
         saving=saving,
         last_error=errors[0] if errors else None,
     )

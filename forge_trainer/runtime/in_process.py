@@ -62,7 +62,7 @@ async def start_in_process_trainer(
         config,
         weights,
         model_dir=model_dir,
-        store=store or MemoryWeightStore(),
+        store=store or MemoryWeightStore(weights.verify),
         world=World(),
     )
     handle = TrainerHandle(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import build_manifest
+from forge_trainer.status import TransferStatus
 from forge_trainer.types import WeightsRef, WeightsVersion
 
 from .ranks import RankCalls
@@ -23,6 +25,9 @@ class WeightsPublisher:
         self._epoch = 0
         self.published: WeightsVersion | None = None
         """The newest version that exists."""
+        self.held: list[WeightsVersion] = []
+        """Versions that exist, oldest first."""
+        self.push: TransferStatus | None = None
 
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
@@ -37,6 +42,7 @@ class WeightsPublisher:
         """Publish the weights of `step`, the current one; see `TrainerHandle.push_weights`."""
         version = WeightsVersion(self._epoch, step)
         self._require_publishable(version, policy_version)
+        start = time.perf_counter()
         try:
             records = await self._ranks.call("write_weights", [(version,)] * self._ranks.size)
             manifest = build_manifest(version, [r for own in records for r in own])
@@ -45,6 +51,7 @@ class WeightsPublisher:
             await self._drop_quietly(version)
             raise
         self.published = version
+        self.push = TransferStatus(manifest.num_bytes, time.perf_counter() - start)
         await self._drop_old_versions()
         return WeightsRef(
             version=version,
@@ -64,6 +71,7 @@ class WeightsPublisher:
 
     async def _drop_old_versions(self) -> None:
         held: list[WeightsVersion] = await self._ranks.ask(0, "held_versions")
+        self.held = held[-self._config.keep_versions :]
         for version in held[: -self._config.keep_versions]:
             await self._ranks.ask(0, "drop_weights", version)
 

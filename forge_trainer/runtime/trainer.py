@@ -252,7 +252,7 @@ class TrainerHandle:
         return merge_statuses(
             by_rank,
             self._batches.one_per_dp_rank(by_rank),
-            published=self._publisher.published,
+            publisher=self._publisher,
             saving=self._checkpoints.saving,
         )
 

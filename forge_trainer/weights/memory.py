@@ -10,7 +10,7 @@ from torch import Tensor
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import assemble, record_piece
 from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
-from forge_trainer.types import WeightsVersion
+from forge_trainer.types import Verify, WeightsVersion
 
 from .keys import piece_key, pieces_prefix
 
@@ -18,7 +18,8 @@ from .keys import piece_key, pieces_prefix
 class MemoryWeightStore:
     """Keeps the `WeightStore` protocol."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify: Verify = "full") -> None:
+        self._verify: Verify = verify
         self._pieces: dict[str, Tensor] = {}
         self._manifests: dict[WeightsVersion, Manifest] = {}
 
@@ -29,7 +30,7 @@ class MemoryWeightStore:
         for piece in pieces:
             key = piece_key(version, rank, piece.name)
             self._pieces[key] = piece.data
-            records.append(record_piece(piece, key))
+            records.append(record_piece(piece, key, version, self._verify))
         return records
 
     async def commit(self, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import assemble, record_piece
 from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
-from forge_trainer.types import WeightsVersion
+from forge_trainer.types import Verify, WeightsVersion
 
 from .keys import MANIFESTS, manifest_key, piece_key, pieces_prefix, version_of_manifest
 
@@ -29,8 +29,9 @@ T = TypeVar("T")
 class TorchStoreWeightStore:
     """Keeps the `WeightStore` protocol over a torchstore that is running already."""
 
-    def __init__(self, store_name: str) -> None:
+    def __init__(self, store_name: str, verify: Verify = "full") -> None:
         self._store_name = store_name
+        self._verify: Verify = verify
 
     async def _client(self) -> Any:
         # Imported late: importing torchstore sets up root logging unless the process was prepared.
@@ -46,7 +47,7 @@ class TorchStoreWeightStore:
         async def write(piece: WeightPiece) -> PieceRecord:
             key = piece_key(version, rank, piece.name)
             await client.put(key, piece.data)
-            return await asyncio.to_thread(record_piece, piece, key)
+            return await asyncio.to_thread(record_piece, piece, key, version, self._verify)
 
         return await _bounded_gather(write, pieces)
 

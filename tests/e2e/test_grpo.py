@@ -34,7 +34,9 @@ KEYS = {
     "trainer/target_tokens",
     "trainer/tokens_per_s",
     "weights/bytes",
+    "weights/pull_gb_per_s",
     "weights/pull_s",
+    "weights/push_gb_per_s",
     "weights/push_s",
 }
 

@@ -362,8 +362,13 @@ def test_versions_are_published_once_in_order_and_old_ones_dropped(bench: Bench)
         bench.run(trainer.train_step(GOOD, loss="grpo"))
         refs.append(bench.run(trainer.push_weights()))
     assert bench.run(bench.store.versions()) == [ref.version for ref in refs[-2:]]
-    assert bench.run(trainer.get_status()).published == refs[-1].version
+    status = bench.run(trainer.get_status())
+    assert (status.published, status.held) == (refs[-1].version, [r.version for r in refs[-2:]])
+    assert status.push.num_bytes == refs[-1].num_bytes
+    assert status.push.gb_per_s > 0
+    assert bench.run(bench.generator.get_status()).pull is None
     bench.run(bench.generator.pull_weights(refs[-1]))
+    assert bench.run(bench.generator.get_status()).pull.num_bytes == refs[-1].num_bytes
     with pytest.raises(WeightsError, match="e0v2 are older than e0v3"):
         bench.run(bench.generator.pull_weights(refs[-2]))
 

@@ -14,10 +14,11 @@ from forge_trainer.functional.manifests import (
     build_manifest,
     check_fits,
     checksum,
+    is_verified,
     record_piece,
 )
 from forge_trainer.protocols import Manifest, PieceRecord, WeightPiece
-from forge_trainer.types import WeightsVersion
+from forge_trainer.types import Verify, WeightsVersion
 from forge_trainer.weights.keys import manifest_key, piece_key, version_of_manifest
 from forge_trainer.weights.memory import MemoryWeightStore
 
@@ -30,7 +31,7 @@ def _pieces(*row_ranges: tuple[int, int]) -> list[WeightPiece]:
 
 
 def _records(*row_ranges: tuple[int, int]) -> list[PieceRecord]:
-    return [record_piece(piece, f"at{i}") for i, piece in enumerate(_pieces(*row_ranges))]
+    return [record_piece(piece, f"at{i}", VERSION) for i, piece in enumerate(_pieces(*row_ranges))]
 
 
 def test_versions_are_ordered_by_epoch_first() -> None:
@@ -120,3 +121,33 @@ def test_a_version_exists_once_its_manifest_does() -> None:
             await store.read_tensor(VERSION, manifest.tensors["w"])
 
     asyncio.run(scenario())
+
+
+def test_a_sample_verifies_every_tensor_once_in_eight_versions() -> None:
+    names = [f"model.layers.{i}.weight" for i in range(40)]
+    for name in names:
+        turns = [is_verified(name, WeightsVersion(0, v), "sample") for v in range(100, 108)]
+        assert sum(turns) == 1
+    in_one = sum(is_verified(name, VERSION, "sample") for name in names)
+    assert 0 < in_one < 20
+    assert all(is_verified(name, VERSION, "full") for name in names)
+    assert not any(is_verified(name, VERSION, "off") for name in names)
+
+
+@pytest.mark.parametrize(("verify", "catches"), [("full", 8), ("sample", 1), ("off", 0)])
+def test_a_flipped_byte_is_caught_as_often_as_is_asked_for(verify: Verify, catches: int) -> None:
+    """In eight versions of one tensor; shapes and dtypes are compared in any case."""
+    caught = 0
+    for policy_version in range(8):
+        version = WeightsVersion(0, policy_version)
+        records = [record_piece(piece, "at0", version, verify) for piece in _pieces((0, 4))]
+        entry = build_manifest(version, records).tensors["w"]
+        damaged = FULL.clone()
+        damaged.view(torch.uint8)[1, 5] ^= 1
+        try:
+            assemble(version, entry, [damaged])
+        except WeightsError:
+            caught += 1
+        with pytest.raises(WeightsError, match="the manifest says"):
+            assemble(version, entry, [FULL[:2]])
+    assert caught == catches
