@@ -45,6 +45,7 @@ def _one_step(rank: int, model_dir: Path, config: TrainerConfig) -> tuple[float,
     engine = TitanEngine(config, model_dir)
     engine.setup()
     engine.forward_backward(batches, make_loss("grpo"))
+    assert {p.grad.dtype for p in engine._model.parameters()} == {torch.float32}
     norm = engine.optim_step().grad_norm
     pieces = {p.name: p.data for p in engine.weight_pieces(dtype=torch.bfloat16)}
     engine.close()
@@ -73,12 +74,24 @@ def test_training_features_change_neither_gradient_nor_names(
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
 
 
-# Not among the development tools: transformers imports torchao wherever it is installed.
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8")
-def test_float8_rounds_products_and_keeps_names(pool: RankPool, tiny_qwen3: Path) -> None:
-    emulated = ONE.model_copy(update={"float8": "emulated"})
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"compute_dtype": "bfloat16"},
+        pytest.param(
+            {"float8": "emulated"},
+            # Not a development tool: transformers imports torchao wherever it is installed.
+            marks=pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8"),
+        ),
+    ],
+    ids=["bfloat16", "float8"],
+)
+def test_lower_precision_rounds_products_and_keeps_names(
+    pool: RankPool, tiny_qwen3: Path, feature: dict[str, object]
+) -> None:
+    """Parameters and the sums over ranks stay float32."""
     ((wanted_norm, wanted),) = pool.run(1, _one_step, tiny_qwen3, ONE)
-    ((norm, found),) = pool.run(1, _one_step, tiny_qwen3, emulated)
+    ((norm, found),) = pool.run(1, _one_step, tiny_qwen3, ONE.model_copy(update=feature))
     assert found.keys() == wanted.keys()
     assert norm != pytest.approx(wanted_norm, rel=1e-5)
     assert norm == pytest.approx(wanted_norm, rel=0.05)
