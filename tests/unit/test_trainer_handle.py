@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -409,6 +410,67 @@ def test_a_failed_push_leaves_the_last_version(
     assert bench.run(store.versions()) == [WeightsVersion(0, 0)]
     assert store._pieces.keys() == pieces.keys()
     assert bench.run(trainer.push_weights()).version == WeightsVersion(0, 1)
+
+
+def test_a_cancelled_push_is_published_whole(bench: Bench) -> None:
+    trainer, store = bench.trainer, bench.store
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(trainer.push_weights(), 1e-6)
+
+    bench.run(give_up())
+    version = WeightsVersion(0, 0)
+    assert bench.run(trainer.get_status()).published == version
+    manifest = bench.run(store.read_manifest(version))
+    for entry in manifest.tensors.values():
+        assert bench.run(store.read_tensor(version, entry)).shape == entry.global_shape
+
+
+@pytest.mark.parametrize("moment", ["reading", "loading"])
+def test_a_cancelled_pull_leaves_weights_and_version_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    ref = bench.run(bench.trainer.push_weights())
+    generator = bench.generator
+    old = [p.clone() for p in generator._model.parameters()]
+    reached = threading.Event()
+    if moment == "reading":
+        read = bench.store.read_tensor
+
+        async def slow_read(*args: Any) -> torch.Tensor:
+            reached.set()
+            await asyncio.sleep(0.05)
+            return await read(*args)
+
+        monkeypatch.setattr(bench.store, "read_tensor", slow_read)
+    else:
+        load = generator._load_in_place
+
+        def slow_load(*args: Any) -> None:
+            reached.set()
+            time.sleep(0.1)
+            load(*args)
+
+        monkeypatch.setattr(generator, "_load_in_place", slow_load)
+
+    async def cancel() -> None:
+        pull = asyncio.create_task(generator.pull_weights(ref))
+        await asyncio.to_thread(reached.wait, 10)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        # A request is answered by whatever is in use now, once it is there.
+        await generator.generate(["3,7:"], SamplingParams(max_completion_tokens=1))
+
+    bench.run(cancel())
+    is_new = bench.run(generator.get_status()).version == ref.version
+    assert is_new == (moment == "loading")
+    changed = [
+        not torch.equal(p, q) for p, q in zip(generator._model.parameters(), old, strict=True)
+    ]
+    assert any(changed) == is_new
 
 
 def test_published_weights_do_not_alias_live_ones(bench: Bench) -> None:
