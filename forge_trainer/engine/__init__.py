@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import ConfigError
+from forge_trainer.functional.named import import_callable
 from forge_trainer.protocols import Engine
 from forge_trainer.types import World
 
@@ -32,10 +32,5 @@ def find_engine(name: str) -> EngineFactory:
             f"trainer.engine: {name!r} is unknown; use one of {sorted(ENGINES)} or "
             "'package.module:Engine'"
         )
-    try:
-        factory: EngineFactory = pkgutil.resolve_name(where)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"trainer.engine: {name!r} cannot be imported: {error}") from error
-    if not callable(factory):
-        raise ConfigError(f"trainer.engine: {name!r} is a {type(factory).__name__}")
+    factory: EngineFactory = import_callable("trainer.engine:", where)
     return factory

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -67,13 +66,19 @@ class Checkpointer:
         if request.is_full:
             state = {**state, RANDOM: self._random_state()}
         if request.wait:
-            return self._finish(request, step, partial, lambda: self._write(partial, state))
+            return self._finish(
+                request, step, partial, lambda: self._through_dcp(dcp.save, state, partial)
+            )
         copies: list[State] = []
         # Together, so that a rank without memory for its copy keeps the others from writing.
         with self._removing_after_errors(partial):
             self._group.on_each(lambda: copies.append(self._staging.copy(state)))
         self._running = self._thread.submit(
-            self._finish, request, step, partial, lambda: self._write(partial, copies[0])
+            self._finish,
+            request,
+            step,
+            partial,
+            lambda: self._through_dcp(dcp.save, copies[0], partial),
         )
         return CheckpointInfo(
             request.path, step, request.format, complete=False, weights_only=request.weights_only
@@ -122,7 +127,7 @@ class Checkpointer:
             if not weights_only and marker.layout == self._layout:
                 random = {RANDOM: self._random_state()}
             loaded = {**state, **random}
-            dcp.load(loaded, checkpoint_id=path, **self._ranks())
+            self._through_dcp(dcp.load, loaded, path)
         if random:
             set_random_state(loaded.pop(RANDOM)[str(self._group.rank)], self._device)
         state.update(loaded)
@@ -170,8 +175,16 @@ class Checkpointer:
                 f"{wanted.get(name, 'absent')} here"
             )
 
-    def _write(self, partial: Path, state: State) -> None:
-        dcp.save(state, checkpoint_id=partial, **self._ranks())
+    def _through_dcp(self, function: Callable[..., object], state: State, path: Path) -> None:
+        """Save or load on the ranks of the group."""
+        group = self._group.process_group
+        if group is not None:
+            function(state, checkpoint_id=path, process_group=group)
+            return
+        # Filters belong to the process, so they are touched only where DCP warns: alone.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            function(state, checkpoint_id=path, no_dist=True)
 
     def _finish(
         self, request: SaveRequest, step: int, partial: Path, write: Callable[[], None]
@@ -221,19 +234,12 @@ class Checkpointer:
         """This rank's share of the files to hash."""
         return names[self._group.rank :: self._group.size]
 
-    def _ranks(self) -> dict[str, Any]:
-        group = self._group.process_group
-        return {"process_group": group, "no_dist": group is None}
-
 
 @contextlib.contextmanager
 def _as_checkpoint_error(what: str) -> Iterator[None]:
-    """DCP's own error is a BaseException; it warns where there is no process group at all."""
+    """DCP's own error is a BaseException."""
     try:
-        with warnings.catch_warnings():
-            # LocalEngine has no process group on purpose.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:

@@ -5,10 +5,10 @@ A user's own reward is any function of the same form, named in the config as "pa
 
 from __future__ import annotations
 
-import importlib
-
 from forge_trainer.errors import ConfigError
 from forge_trainer.types import Prompt, RewardFn
+
+from .named import import_callable
 
 
 def exact_match(completion: str, prompt: Prompt) -> float:
@@ -35,15 +35,9 @@ def resolve_reward(name: str) -> RewardFn:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
+    if not name.partition(":")[2]:
         raise ConfigError(
             f"reward {name!r} is unknown; use one of {sorted(REWARDS)} or 'package.module:function'"
         )
-    try:
-        reward: RewardFn = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward {name!r} cannot be imported: {error}") from error
-    if not callable(reward):
-        raise ConfigError(f"reward {name!r} is a {type(reward).__name__}, not a function")
+    reward: RewardFn = import_callable("reward", name)
     return reward

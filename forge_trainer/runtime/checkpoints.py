@@ -9,8 +9,7 @@ from forge_trainer.engine.checkpoint_files import default_name, find_checkpoint,
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointFormat, CheckpointInfo, SaveRequest
 
-from .facts import rank_statuses
-from .ranks import RankCalls, agreed
+from .ranks import RankCalls, agreed, ask_all
 
 
 class Checkpoints:
@@ -64,7 +63,7 @@ class Checkpoints:
         return agreed("save", infos)
 
     async def _require_no_gradients(self) -> None:
-        if any(status.accumulated_tokens for status in await rank_statuses(self._ranks)):
+        if any(status.accumulated_tokens for status in await ask_all(self._ranks, "status")):
             raise CheckpointError(
                 "gradients are accumulated and would be lost; call optim_step or "
                 "clear_gradients before save"
@@ -100,8 +99,7 @@ class Checkpoints:
 
     async def _complete(self) -> CheckpointInfo:
         try:
-            asked = [self._ranks.ask(rank, "wait_for_save") for rank in range(self._ranks.size)]
-            infos: list[CheckpointInfo] = await asyncio.gather(*asked)
+            infos: list[CheckpointInfo] = await ask_all(self._ranks, "wait_for_save")
             await self._prune()
         finally:
             self.saving = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +10,13 @@ from forge_trainer.protocols import EngineFacts
 from forge_trainer.status import RankStatus, TrainerFacts, TrainerStatus
 
 from .publish import WeightsPublisher
-from .ranks import RankCalls
+from .ranks import RankCalls, ask_all
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 
 
 async def trainer_facts(ranks: RankCalls, facts: EngineFacts, model_dir: Path) -> TrainerFacts:
     """Facts that do not change while the trainer lives."""
-    asked = [ranks.ask(rank, "facts") for rank in range(ranks.size)]
     return TrainerFacts(
         model_path=str(model_dir),
         model_type=facts.model_type,
@@ -26,14 +24,9 @@ async def trainer_facts(ranks: RankCalls, facts: EngineFacts, model_dir: Path) -
         max_sequence_tokens=facts.max_sequence_tokens,
         num_parameters=facts.num_parameters,
         dp_size=facts.dp_size,
-        ranks=list(await asyncio.gather(*asked)),
+        ranks=await ask_all(ranks, "facts"),
         library_versions={name: importlib.metadata.version(name) for name in LIBRARIES},
     )
-
-
-async def rank_statuses(ranks: RankCalls) -> list[RankStatus]:
-    """A snapshot of every rank, while it works."""
-    return list(await asyncio.gather(*(ranks.ask(rank, "status") for rank in range(ranks.size))))
 
 
 def merge_statuses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,11 @@ class RankCalls(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+async def ask_all(ranks: RankCalls, method: str) -> list[Any]:
+    """What every rank answers to a call that needs no order and no collective, by rank."""
+    return list(await asyncio.gather(*(ranks.ask(rank, method) for rank in range(ranks.size))))
 
 
 def agreed(method: str, results: Sequence[T]) -> T:

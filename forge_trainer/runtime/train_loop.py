@@ -150,10 +150,10 @@ def batch_metrics(
         **values,
     }
     if sync is not None:
-        row["weights/push_s"], row["weights/pull_s"] = sync.push_s, sync.pull_s
         row["weights/bytes"] = sync.ref.num_bytes
-        row["weights/push_gb_per_s"] = sync.ref.num_bytes / sync.push_s / 1e9
-        row["weights/pull_gb_per_s"] = sync.ref.num_bytes / sync.pull_s / 1e9
+        for name, transfer in (("push", sync.push), ("pull", sync.pull)):
+            row[f"weights/{name}_s"] = transfer.seconds
+            row[f"weights/{name}_gb_per_s"] = transfer.gb_per_s
     return row
 
 

@@ -34,9 +34,9 @@ from forge_trainer.types import (
 
 from .batches import BatchDealer
 from .checkpoints import Checkpoints
-from .facts import merge_statuses, rank_statuses, trainer_facts
+from .facts import merge_statuses, trainer_facts
 from .publish import WeightsPublisher
-from .ranks import RankCalls, agreed
+from .ranks import RankCalls, agreed, ask_all
 from .tasks import to_the_end
 
 P = ParamSpec("P")
@@ -248,7 +248,7 @@ class TrainerHandle:
 
     async def get_status(self) -> TrainerStatus:
         """A snapshot that answers at once, also while a step runs."""
-        by_rank = await rank_statuses(self._ranks)
+        by_rank = await ask_all(self._ranks, "status")
         return merge_statuses(
             by_rank,
             self._batches.one_per_dp_rank(by_rank),

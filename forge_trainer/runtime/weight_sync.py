@@ -6,14 +6,15 @@ import time
 from dataclasses import dataclass
 
 from forge_trainer.protocols import Generator, Trainer
+from forge_trainer.status import TransferStatus
 from forge_trainer.types import WeightsRef
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     ref: WeightsRef
-    push_s: float
-    pull_s: float
+    push: TransferStatus
+    pull: TransferStatus
 
 
 async def sync_weights(trainer: Trainer, generator: Generator) -> SyncReport:
@@ -26,4 +27,9 @@ async def sync_weights(trainer: Trainer, generator: Generator) -> SyncReport:
     ref = await trainer.push_weights()
     pushed = time.perf_counter()
     await generator.pull_weights(ref)
-    return SyncReport(ref, push_s=pushed - start, pull_s=time.perf_counter() - pushed)
+    pulled = time.perf_counter()
+    return SyncReport(
+        ref,
+        push=TransferStatus(ref.num_bytes, pushed - start),
+        pull=TransferStatus(ref.num_bytes, pulled - pushed),
+    )
