@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         WeightsError,
         WorkerLostError,
     )
+    from forge_trainer.pieces import WeightsRef
     from forge_trainer.runtime.in_process import start_in_process_trainer
     from forge_trainer.runtime.lifecycle import running_services
     from forge_trainer.types import (
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         SamplingParams,
         TrainBatch,
         TrainSequence,
-        WeightsRef,
     )
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "WeightsRef": "forge_trainer.pieces",
     "running_services": "forge_trainer.runtime.lifecycle",
     "start_in_process_trainer": "forge_trainer.runtime.in_process",
 }

@@ -29,6 +29,10 @@ class WeightsError(ForgeTrainerError):
     """A weights version is torn, missing, stale or fails its checksum."""
 
 
+class TornWeightsError(WeightsError):
+    """A reader's own tensors hold a mixture of two versions, until it pulls again."""
+
+
 class _LocatedError(ForgeTrainerError):
     """An error that knows where it happened; unknown facts are None."""
 

@@ -158,6 +158,14 @@ def load_causal_lm(
     return model
 
 
+def unique_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+    """Parameters and saved buffers by first name, each with further names of the same tensor."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return {names[0]: (tensor, tuple(names[1:])) for tensor, names in found.values()}
+
+
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of the directory's safetensors files, memory-mapped.
 

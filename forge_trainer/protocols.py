@@ -7,22 +7,31 @@ take the place of what ships: another engine, another transport, another generat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from forge_trainer.metrics import Metric
-from forge_trainer.status import GeneratorStatus, TrainerFacts, TrainerStatus
+from forge_trainer.pieces import (
+    Manifest,
+    RankPieces,
+    StagedPieces,
+    WeightPiece,
+    WeightsRef,
+    WeightsVersion,
+)
+from forge_trainer.status import EngineFacts, GeneratorStatus, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointFormat,
     CheckpointInfo,
     Completion,
+    EngineForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     LossFn,
+    MicrobatchOutput,
     Normalize,
     OptimParams,
     OptimStepResult,
@@ -31,56 +40,7 @@ from forge_trainer.types import (
     TrainBatch,
     TrainSequence,
     TrainStepResult,
-    WeightsRef,
-    WeightsVersion,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What an engine knows of itself once it is set up."""
-
-    model_type: str
-    vocab_size: int
-    max_sequence_tokens: int
-    num_parameters: int
-    dp_rank: int
-    dp_size: int
-    coordinates: dict[str, int]
-    """Index on every mesh axis: dp, tp, pp."""
-    has_outputs: bool
-    """True where the model ends: this rank's log-probs, loss and metrics are those that count."""
-    device: str
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchOutput:
-    """Log-probs (float32, on the CPU) of one microbatch, aligned with its tokens."""
-
-    logprobs_BT: Tensor
-    entropies_BT: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineForwardBackward:
-    """This rank's share of a forward_backward call."""
-
-    loss_sum: float
-    num_target_tokens: int
-    num_sequences: int
-    metrics: dict[str, Metric]
-    logprobs_BT: list[Tensor]
-    """One per microbatch, float32, on the CPU; empty unless asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPiece:
-    """One rank's rectangle of one tensor in Hugging Face layout, copied to the CPU."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    data: Tensor
 
 
 class Engine(Protocol):
@@ -129,9 +89,10 @@ class Engine(Protocol):
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo: ...
 
     def weight_pieces(self, *, dtype: torch.dtype) -> Iterator[WeightPiece]:
-        """This rank's pieces of all tensors under Hugging Face names; copies, never aliases.
+        """This rank's pieces of all tensors under Hugging Face names; a collective.
 
-        Parameters come in `dtype`, buffers in their own.
+        Their data may be views of live parameters, valid until the next update, load or move.
+        Parameters are published in `dtype`, buffers in their own.
         """
         ...
 
@@ -151,62 +112,92 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PieceRecord:
-    """Where a published piece lies, and what it must contain."""
-
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    location: str
-    checksum: str | None
-    """xxh3-128 of the piece's bytes, hexadecimal; None if it is not verified."""
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    name: str
-    global_shape: tuple[int, ...]
-    dtype: str
-    pieces: tuple[PieceRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The whole of one weights version. Written last: a version exists when its manifest does."""
-
-    version: WeightsVersion
-    tensors: Mapping[str, TensorEntry]
+class WeightsReading(Protocol):
+    """A version that cannot be dropped while it is read."""
 
     @property
-    def num_bytes(self) -> int:
-        pieces = (piece for entry in self.tensors.values() for piece in entry.pieces)
-        return sum(piece.num_bytes for piece in pieces)
+    def manifest(self) -> Manifest: ...
+
+    async def load_into(self, destinations: Mapping[str, Tensor]) -> None:
+        """Fill a whole model in place, once all of the version has arrived and been verified."""
+        ...
+
+    async def read_into(self, destinations: Mapping[str, Tensor]) -> None:
+        """Fill some tensors in place; a DTensor gets the shard that is its own."""
+        ...
+
+    async def read(
+        self, name: str, *, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor on the CPU, or a rectangle of it."""
+        ...
 
 
 class WeightStore(Protocol):
-    """Holds published weights versions. Keys are never overwritten."""
+    """Holds published weights versions. Nothing is ever overwritten while it can be read.
 
-    async def write_pieces(
-        self, version: WeightsVersion, rank: int, pieces: Sequence[WeightPiece]
-    ) -> list[PieceRecord]: ...
+    Every rank stages and writes its pieces; then one of them commits the manifest.
+    """
 
-    async def commit(self, manifest: Manifest) -> None: ...
+    @property
+    def transport(self) -> str: ...
+
+    def stage(
+        self,
+        version: WeightsVersion,
+        rank: int,
+        pieces: Iterable[WeightPiece],
+        *,
+        in_place: bool = False,
+    ) -> StagedPieces:
+        """Copy this rank's pieces; or, in place, remember them and copy in `write`.
+
+        Raises:
+            WeightsError: they are not finite, or there is no room for them.
+        """
+        ...
+
+    async def write(self, staged: StagedPieces) -> RankPieces:
+        """Bring staged pieces to where readers find them."""
+        ...
+
+    async def abandon(self, version: WeightsVersion, rank: int) -> None:
+        """Remove what this rank staged or wrote of a version that will not be committed."""
+        ...
+
+    async def commit(self, manifest: Manifest) -> None:
+        """Make the version exist, at once and whole.
+
+        Raises:
+            WeightsError: it exists already, or cannot be written.
+        """
+        ...
 
     async def versions(self) -> list[WeightsVersion]:
         """The committed versions, oldest first."""
         ...
 
-    async def read_manifest(self, version: WeightsVersion) -> Manifest: ...
+    def reading(
+        self, version: WeightsVersion | None = None
+    ) -> AbstractAsyncContextManager[WeightsReading]:
+        """Hold a version, the newest by default, while it is read.
 
-    async def read_tensor(self, version: WeightsVersion, entry: TensorEntry) -> Tensor:
-        """The whole tensor on the CPU, every piece checked."""
+        Raises:
+            WeightsError: it does not exist.
+        """
         ...
 
-    async def drop(self, version: WeightsVersion) -> None: ...
+    async def num_readers(self) -> int:
+        """Readers that hold a version now."""
+        ...
+
+    async def drop(self, version: WeightsVersion) -> bool:
+        """Hide the version at once, and delete it unless it is being read; True once it is gone."""
+        ...
+
+    async def clean(self) -> None:
+        """Remove what trainers left that are gone; called before a trainer's first version."""
+        ...
 
 
 class Trainer(Protocol):
@@ -269,7 +260,11 @@ class Trainer(Protocol):
 
     async def eval_mode(self) -> None: ...
 
-    async def push_weights(self, *, policy_version: int | None = None) -> WeightsRef: ...
+    async def push_weights(
+        self, *, policy_version: int | None = None, wait: bool = True
+    ) -> WeightsRef: ...
+
+    async def wait_for_push(self) -> WeightsRef | None: ...
 
     async def get_config(self) -> TrainerFacts: ...
 
@@ -285,7 +280,9 @@ class Generator(Protocol):
         """`sampling.num_completions` completions for every prompt, in the order of the prompts."""
         ...
 
-    async def pull_weights(self, ref: WeightsRef) -> WeightsVersion: ...
+    async def pull_weights(self, ref: WeightsRef | WeightsVersion | None = None) -> WeightsVersion:
+        """Load a version, the newest by default."""
+        ...
 
     async def get_status(self) -> GeneratorStatus: ...
 

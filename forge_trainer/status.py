@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge_trainer.types import WeightsVersion
+from forge_trainer.pieces import WeightsVersion
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine knows of itself once it is set up."""
+
+    model_type: str
+    vocab_size: int
+    max_sequence_tokens: int
+    num_parameters: int
+    dp_rank: int
+    dp_size: int
+    coordinates: dict[str, int]
+    """Index on every mesh axis: dp, tp, pp."""
+    has_outputs: bool
+    """True where the model ends: this rank's log-probs, loss and metrics are those that count."""
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +91,11 @@ class TrainerStatus:
     held: list[WeightsVersion]
     """Versions that can be pulled, oldest first."""
     push: TransferStatus | None
+    """The last one that was published."""
+    is_pushing: bool
+    """True while a version is on its way to the store."""
+    num_readers: int
+    """Readers that hold a version now."""
     saving: str | None
     """Path of the checkpoint that is written beside other calls."""
     last_error: str | None

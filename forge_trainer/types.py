@@ -19,7 +19,6 @@ from forge_trainer.metrics import Metric
 
 CheckpointFormat = Literal["dcp", "hf"]
 Normalize = Literal["tokens", "sequences", "none"]
-Verify = Literal["full", "sample", "off"]
 
 PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_weights")
 """The optional per-token fields of a TrainSequence; each sits at the token it describes."""
@@ -183,6 +182,26 @@ class OptimParams:
 
 
 @dataclass(frozen=True, slots=True)
+class MicrobatchOutput:
+    """Log-probs (float32, on the CPU) of one microbatch, aligned with its tokens."""
+
+    logprobs_BT: Tensor
+    entropies_BT: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineForwardBackward:
+    """This rank's share of a forward_backward call."""
+
+    loss_sum: float
+    num_target_tokens: int
+    num_sequences: int
+    metrics: dict[str, Metric]
+    logprobs_BT: list[Tensor]
+    """One per microbatch, float32, on the CPU; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardResult:
     """Per-sequence log-probs, aligned with the tokens; index 0 is 0.0 and means nothing."""
 
@@ -256,27 +275,6 @@ class CheckpointInfo:
     format: CheckpointFormat
     complete: bool
     weights_only: bool = False
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class WeightsVersion:
-    """Totally ordered name of a set of weights; every load or restart opens a new epoch."""
-
-    epoch: int
-    policy_version: int
-
-    def __str__(self) -> str:
-        return f"e{self.epoch}v{self.policy_version}"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsRef:
-    """What `push_weights` published, and what `pull_weights` takes."""
-
-    version: WeightsVersion
-    num_tensors: int
-    num_bytes: int
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,28 +25,21 @@ from forge_trainer.errors import (
     CollectiveError,
     EngineError,
     ForgeTrainerError,
-    WeightsError,
 )
 from forge_trainer.functional.objective import make_loss
-from forge_trainer.protocols import (
-    EngineFacts,
-    EngineForwardBackward,
-    Manifest,
-    MicrobatchOutput,
-    PieceRecord,
-    WeightPiece,
-    WeightStore,
-)
-from forge_trainer.status import RankFacts, RankStatus
+from forge_trainer.pieces import Manifest, RankPieces, StagedPieces, StagedWeights, WeightsVersion
+from forge_trainer.protocols import WeightStore
+from forge_trainer.status import EngineFacts, RankFacts, RankStatus
 from forge_trainer.types import (
     CheckpointInfo,
+    EngineForwardBackward,
     LossFn,
+    MicrobatchOutput,
     Normalize,
     OptimParams,
     OptimStepResult,
     SaveRequest,
     TrainBatch,
-    WeightsVersion,
     World,
 )
 
@@ -54,7 +47,9 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Call `setup` first and `close` last."""
+    """Call `use_store` and `setup` first, and `close` last."""
+
+    _store: WeightStore
 
     def __init__(
         self,
@@ -62,18 +57,17 @@ class Worker:
         weights: WeightsConfig,
         *,
         model_dir: Path,
-        store: WeightStore,
         world: World,
     ) -> None:
         self._config = config
         self._weights = weights
         self._model_dir = model_dir
-        self._store = store
         self._world = world
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._phase, self._phase_since = "idle", time.monotonic()
         self._profiler = StepProfiler(config.profiling, world.rank)
         self._is_set_up = False
+        self._writing: asyncio.Task[RankPieces] | None = None
         self._last_error: str | None = None
         self._engine = find_engine(config.engine)(config, model_dir, world)
 
@@ -147,18 +141,41 @@ class Worker:
     async def eval_mode(self) -> None:
         await self._run("eval_mode", self._engine.eval_mode)
 
-    async def write_weights(self, version: WeightsVersion) -> list[PieceRecord]:
-        """Copy this rank's pieces on the work thread, then put them into the store."""
-        pieces = await self._run("stage_weights", lambda: self._stage_weights(version))
-        return await self._store.write_pieces(version, self._world.rank, pieces)
+    def use_store(self, store: WeightStore) -> None:
+        """Publish through this store from now on."""
+        self._store = store
 
-    def _stage_weights(self, version: WeightsVersion) -> list[WeightPiece]:
-        dtype: torch.dtype = getattr(torch, self._weights.dtype)
-        pieces = list(self._engine.weight_pieces(dtype=dtype))
-        for piece in pieces:
-            if not torch.isfinite(piece.data).all():
-                raise WeightsError(f"weights {version}: {piece.name} is not finite; not published")
-        return pieces
+    async def stage_weights(self, version: WeightsVersion, wait: bool) -> StagedWeights:
+        """Take this rank's pieces on the work thread, and bring them to the store.
+
+        Without `wait`, the latter goes on beside the next calls; see `written_weights`.
+        """
+
+        def stage() -> StagedPieces:
+            dtype: torch.dtype = getattr(torch, self._weights.dtype)
+            return self._store.stage(
+                version,
+                self._world.rank,
+                self._engine.weight_pieces(dtype=dtype),
+                in_place=self._weights.stage == "in_place",
+            )
+
+        staged = await self._run("stage_weights", stage)
+        self._writing = asyncio.create_task(self._store.write(staged), name=f"write {version}")
+        names = tuple(record.name for record in staged.records)
+        num_bytes = sum(record.num_bytes for record in staged.records)
+        return StagedWeights(names, num_bytes, await self._writing if wait else None)
+
+    async def written_weights(self) -> RankPieces:
+        """What became of the pieces that were staged last."""
+        assert self._writing is not None
+        return await asyncio.shield(self._writing)
+
+    async def abandon_weights(self, version: WeightsVersion) -> None:
+        """Remove what this rank has of a version that will not be published."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        await self._store.abandon(version, self._world.rank)
 
     async def commit_weights(self, manifest: Manifest) -> None:
         """Publish: from here on the version exists. Called on one rank, last."""
@@ -167,8 +184,16 @@ class Worker:
     async def held_versions(self) -> list[WeightsVersion]:
         return await self._store.versions()
 
-    async def drop_weights(self, version: WeightsVersion) -> None:
-        await self._store.drop(version)
+    async def num_readers(self) -> int:
+        return await self._store.num_readers()
+
+    async def drop_weights(self, version: WeightsVersion) -> bool:
+        """True once it is gone; False while it is being read."""
+        return await self._store.drop(version)
+
+    async def clean_weights(self) -> None:
+        """Remove what former trainers left of versions that they did not publish."""
+        await self._store.clean()
 
     async def facts(self) -> RankFacts:
         facts = self._engine.facts()
@@ -193,7 +218,9 @@ class Worker:
         )
 
     async def close(self) -> None:
-        """Wait for the work thread and free the engine."""
+        """Wait for the work thread and what is being written, and free the engine."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
         await self._run("close", self._close)
         self._thread.shutdown(wait=True)
 

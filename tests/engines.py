@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine.local import LocalEngine
-from forge_trainer.protocols import EngineFacts
+from forge_trainer.status import EngineFacts
 from forge_trainer.types import World
 
 

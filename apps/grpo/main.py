@@ -42,6 +42,7 @@ def start(config: GrpoConfig) -> None:
     from forge_trainer.runtime.checks import (
         check_algorithm,
         check_checkpoint_folder,
+        check_dtypes,
         check_generator,
         check_trainer,
     )
@@ -60,6 +61,7 @@ def start(config: GrpoConfig) -> None:
         if config.needs_reference:
             check_trainer(model_dir, config.reference_trainer)
         check_generator(model_dir, config.generator)
+        check_dtypes(config.weights, config.generator)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:
@@ -75,8 +77,8 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
     from forge_trainer.runtime.pipeline import Pipeline
     from forge_trainer.runtime.rollout import run_rollout
     from forge_trainer.runtime.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE
-    from forge_trainer.runtime.tasks import run_with_background
     from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
+    from forge_trainer.tasks import run_with_background
     from forge_trainer.types import SamplingParams
 
     algorithm = config.algorithm

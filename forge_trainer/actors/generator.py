@@ -10,9 +10,10 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.pieces import StoreAddress, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
-from forge_trainer.types import Completion, SamplingParams, WeightsRef, WeightsVersion
-from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from forge_trainer.types import Completion, SamplingParams
+from forge_trainer.weights.stores import open_store
 
 
 class TransformersGeneratorActor(Actor):
@@ -23,17 +24,24 @@ class TransformersGeneratorActor(Actor):
         config: GeneratorConfig,
         weights: WeightsConfig,
         model_dir: str,
-        store_name: str,
         seed: int,
     ) -> None:
         dtype: torch.dtype = getattr(torch, weights.dtype)
+        self._weights = weights
         self._generator = TransformersGenerator(
             config,
             model_dir=Path(model_dir),
-            store=TorchStoreWeightStore(store_name),
             dtype=dtype,
             seed=seed,
         )
+
+    @concurrent_endpoint
+    async def open_store(self, address: StoreAddress) -> None:
+        self._generator.use_store(open_store(address, self._weights))
+
+    @concurrent_endpoint
+    async def can_reach(self, token: str) -> bool:
+        return Path(token).exists()
 
     @concurrent_endpoint
     async def setup(self) -> None:
@@ -46,7 +54,7 @@ class TransformersGeneratorActor(Actor):
         return await self._generator.generate(prompts, sampling)
 
     @concurrent_endpoint
-    async def pull_weights(self, ref: WeightsRef) -> WeightsVersion:
+    async def pull_weights(self, ref: WeightsRef | WeightsVersion | None) -> WeightsVersion:
         return await self._generator.pull_weights(ref)
 
     @concurrent_endpoint

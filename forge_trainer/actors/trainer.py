@@ -11,27 +11,22 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
-from forge_trainer.protocols import (
-    EngineFacts,
-    EngineForwardBackward,
-    Manifest,
-    MicrobatchOutput,
-    PieceRecord,
-)
-from forge_trainer.status import RankFacts, RankStatus
+from forge_trainer.pieces import Manifest, RankPieces, StagedWeights, StoreAddress, WeightsVersion
+from forge_trainer.status import EngineFacts, RankFacts, RankStatus
 from forge_trainer.types import (
     CallTicket,
     CheckpointInfo,
+    EngineForwardBackward,
     LossFn,
+    MicrobatchOutput,
     Normalize,
     OptimParams,
     OptimStepResult,
     SaveRequest,
     TrainBatch,
-    WeightsVersion,
     World,
 )
-from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from forge_trainer.weights.stores import open_store
 from forge_trainer.worker import Worker
 
 RANKS = "ranks"
@@ -46,20 +41,18 @@ class TitanTrainer(Actor):
     whose calls could reach ranks in different orders, is refused.
     """
 
-    def __init__(
-        self, config: TrainerConfig, weights: WeightsConfig, model_dir: str, store_name: str
-    ) -> None:
+    def __init__(self, config: TrainerConfig, weights: WeightsConfig, model_dir: str) -> None:
         point = current_rank()
         size = 1
         for extent in current_size().values():
             size *= extent
         self._rank = point.rank
+        self._weights = weights
         self._next: CallTicket | None = None
         self._worker = Worker(
             config,
             weights,
             model_dir=Path(model_dir),
-            store=TorchStoreWeightStore(store_name, weights.verify),
             world=World(rank=point.rank, local_rank=point[RANKS], size=size),
         )
 
@@ -138,9 +131,27 @@ class TitanTrainer(Actor):
         await self._worker.eval_mode()
 
     @concurrent_endpoint
-    async def write_weights(self, ticket: CallTicket, version: WeightsVersion) -> list[PieceRecord]:
+    async def open_store(self, address: StoreAddress) -> None:
+        self._worker.use_store(open_store(address, self._weights))
+
+    @concurrent_endpoint
+    async def can_reach(self, token: str) -> bool:
+        return Path(token).exists()
+
+    @concurrent_endpoint
+    async def stage_weights(
+        self, ticket: CallTicket, version: WeightsVersion, wait: bool
+    ) -> StagedWeights:
         self._take_turn(ticket)
-        return await self._worker.write_weights(version)
+        return await self._worker.stage_weights(version, wait)
+
+    @concurrent_endpoint
+    async def written_weights(self) -> RankPieces:
+        return await self._worker.written_weights()
+
+    @concurrent_endpoint
+    async def abandon_weights(self, version: WeightsVersion) -> None:
+        await self._worker.abandon_weights(version)
 
     @concurrent_endpoint
     async def commit_weights(self, manifest: Manifest) -> None:
@@ -151,8 +162,16 @@ class TitanTrainer(Actor):
         return await self._worker.held_versions()
 
     @concurrent_endpoint
-    async def drop_weights(self, version: WeightsVersion) -> None:
-        await self._worker.drop_weights(version)
+    async def num_readers(self) -> int:
+        return await self._worker.num_readers()
+
+    @concurrent_endpoint
+    async def drop_weights(self, version: WeightsVersion) -> bool:
+        return await self._worker.drop_weights(version)
+
+    @concurrent_endpoint
+    async def clean_weights(self) -> None:
+        await self._worker.clean_weights()
 
     @concurrent_endpoint
     async def facts(self) -> RankFacts:

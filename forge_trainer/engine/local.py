@@ -22,16 +22,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.functional.schedules import warmup_stable_decay
-from forge_trainer.hf import load_causal_lm, read_model_facts, resolve_device
-from forge_trainer.protocols import (
-    EngineFacts,
-    EngineForwardBackward,
-    MicrobatchOutput,
-    WeightPiece,
+from forge_trainer.hf import (
+    load_causal_lm,
+    read_model_facts,
+    resolve_device,
+    unique_tensors,
 )
+from forge_trainer.pieces import WeightPiece
+from forge_trainer.status import EngineFacts
 from forge_trainer.types import (
     CheckpointInfo,
+    EngineForwardBackward,
     LossFn,
+    MicrobatchOutput,
     Normalize,
     OptimParams,
     OptimStepResult,
@@ -192,10 +195,10 @@ class LocalEngine:
         return info
 
     def weight_pieces(self, *, dtype: torch.dtype) -> Iterator[WeightPiece]:
-        # named_parameters yields a tied tensor once, under its first name.
-        for name, parameter in self._model.named_parameters():
-            data = parameter.detach().to("cpu", dtype, copy=True).contiguous()
-            yield WeightPiece(name, tuple(data.shape), (0,) * data.dim(), data)
+        for name, (tensor, tied) in unique_tensors(self._model).items():
+            published = dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+            shape = tuple(tensor.shape)
+            yield WeightPiece(name, shape, (0,) * len(shape), tensor.detach(), published, tied)
 
     def to(self, device: str) -> None:
         self._residence.move(device)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import EngineError
-from forge_trainer.protocols import EngineForwardBackward, MicrobatchOutput
-from forge_trainer.types import TrainBatch
+from forge_trainer.types import EngineForwardBackward, MicrobatchOutput, TrainBatch
 
 from .loss_call import LossCalls
 from .update import Updater

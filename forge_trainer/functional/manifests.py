@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 import torch
 import xxhash
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
-from forge_trainer.types import Verify, WeightsVersion
+from forge_trainer.pieces import (
+    Manifest,
+    PieceAddress,
+    PieceRecord,
+    RankPieces,
+    TensorEntry,
+    Verify,
+    WeightsVersion,
+    dtype_name,
+)
 
 SAMPLED = 8
 """With `verify: sample`, one in so many tensors of a version is verified."""
@@ -27,117 +38,163 @@ def is_verified(name: str, version: WeightsVersion, verify: Verify) -> bool:
     return verify == "full"
 
 
-def record_piece(
-    piece: WeightPiece, location: str, version: WeightsVersion, verify: Verify = "full"
-) -> PieceRecord:
-    """The record of a piece of `version` that is stored at `location`."""
-    return PieceRecord(
-        name=piece.name,
-        dtype=dtype_name(piece.data.dtype),
-        global_shape=piece.global_shape,
-        offsets=piece.offsets,
-        shape=tuple(piece.data.shape),
-        location=location,
-        checksum=checksum(piece.data) if is_verified(piece.name, version, verify) else None,
-        num_bytes=piece.data.nbytes,
+def checksum(tensor: Tensor) -> bytes:
+    """xxh3-128 of the tensor's bytes in row-major order."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_digest(data.data)
+
+
+def describe_part(
+    records: Sequence[PieceRecord],
+    tensors: Sequence[Tensor],
+    *,
+    version: WeightsVersion,
+    verify: Verify,
+    location: str,
+) -> RankPieces:
+    """What a rank says of the pieces it wrote; `tensors` hold the published bytes."""
+    checksums = tuple(
+        checksum(tensor) if is_verified(record.name, version, verify) else b""
+        for record, tensor in zip(records, tensors, strict=True)
+    )
+    return RankPieces(encode_layout(tuple(records)), checksums, location)
+
+
+@functools.lru_cache(maxsize=8)
+def encode_layout(records: tuple[PieceRecord, ...]) -> bytes:
+    return json.dumps([astuple(record) for record in records]).encode()
+
+
+@functools.lru_cache(maxsize=64)
+def decode_layout(layout: bytes) -> tuple[PieceRecord, ...]:
+    """The records that `encode_layout` was given."""
+    return tuple(
+        PieceRecord(name, dtype, tuple(whole), tuple(offsets), tuple(shape), tuple(tied))
+        for name, dtype, whole, offsets, shape, tied in json.loads(layout)
     )
 
 
-def checksum(tensor: Tensor) -> str:
-    """xxh3-128 of the tensor's bytes in row-major order."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(data.data)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def build_manifest(version: WeightsVersion, records: Sequence[PieceRecord]) -> Manifest:
-    """The manifest over the pieces of all ranks.
+def build_manifest(
+    version: WeightsVersion, transport: str, parts: Sequence[RankPieces]
+) -> Manifest:
+    """The manifest over what all ranks wrote.
 
     Raises:
         WeightsError: the pieces of a tensor disagree, overlap or leave a hole.
     """
-    if not records:
+    manifest = Manifest(version, transport, tuple(parts))
+    if not tensors_of(manifest):
         raise WeightsError(f"weights {version}: no rank wrote any tensor")
-    tensors = {}
-    by_name = itertools.groupby(sorted(records, key=_name), key=_name)
-    for name, group in by_name:
-        pieces = tuple(sorted(group, key=lambda piece: piece.offsets))
-        entry = TensorEntry(name, pieces[0].global_shape, pieces[0].dtype, pieces)
-        _require_tiling(version, entry)
-        tensors[name] = entry
-    return Manifest(version, tensors)
+    return manifest
 
 
-def _name(record: PieceRecord) -> str:
-    return record.name
-
-
-def _require_tiling(version: WeightsVersion, entry: TensorEntry) -> None:
-    for piece in entry.pieces:
-        if (piece.global_shape, piece.dtype) != (entry.global_shape, entry.dtype):
-            raise WeightsError(f"weights {version}: ranks disagree on {entry.name}: {entry.pieces}")
-    for one, other in itertools.combinations(entry.pieces, 2):
-        if _overlap(one, other):
-            raise WeightsError(f"weights {version}: pieces of {entry.name} overlap")
-    held = sum(torch.Size(piece.shape).numel() for piece in entry.pieces)
-    wanted = torch.Size(entry.global_shape).numel()
-    if held != wanted:
-        raise WeightsError(
-            f"weights {version}: pieces of {entry.name} hold {held} of {wanted} elements"
-        )
-
-
-def _overlap(one: PieceRecord, other: PieceRecord) -> bool:
-    spans = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
-
-
-def assemble(version: WeightsVersion, entry: TensorEntry, pieces: Sequence[Tensor]) -> Tensor:
-    """The whole tensor from its pieces, each checked against its record.
+def tensors_of(manifest: Manifest) -> Mapping[str, TensorEntry]:
+    """The tensors of a version by name, without further names of tied ones.
 
     Raises:
-        WeightsError: a piece has another shape, dtype or (if there is one) checksum than the
-            manifest says.
+        WeightsError: the pieces of a tensor disagree, overlap or leave a hole.
     """
-    for record, data in zip(entry.pieces, pieces, strict=True):
-        found = (tuple(data.shape), dtype_name(data.dtype))
-        if found != (record.shape, record.dtype):
-            raise WeightsError(
-                f"weights {version}: piece of {entry.name} at {record.offsets} is {found}, the "
-                f"manifest says {(record.shape, record.dtype)}"
-            )
-        if record.checksum is not None and checksum(data) != record.checksum:
-            raise WeightsError(
-                f"weights {version}: checksum of {entry.name} at {record.offsets} does not match"
-            )
-    if len(pieces) == 1:
-        return pieces[0]
-    whole = torch.empty(entry.global_shape, dtype=pieces[0].dtype)
-    for record, data in zip(entry.pieces, pieces, strict=True):
-        region = tuple(
-            slice(start, start + size)
-            for start, size in zip(record.offsets, record.shape, strict=True)
+    try:
+        return _read_layouts(tuple(part.layout for part in manifest.parts))
+    except WeightsError as error:
+        raise WeightsError(f"weights {manifest.version}: {error}") from None
+
+
+def ties_of(manifest: Manifest) -> dict[str, str]:
+    """Further names of tied tensors, and the names they are published under."""
+    return {
+        other: name
+        for name, entry in tensors_of(manifest).items()
+        for other in entry.pieces[0].record.tied
+    }
+
+
+def num_bytes_of(manifest: Manifest) -> int:
+    """Bytes of all pieces."""
+    layouts = (decode_layout(part.layout) for part in manifest.parts)
+    return sum(record.num_bytes for record in itertools.chain(*layouts))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_layouts(layouts: tuple[bytes, ...]) -> dict[str, TensorEntry]:
+    by_name: dict[str, list[PieceAddress]] = {}
+    for part, layout in enumerate(layouts):
+        for index, record in enumerate(decode_layout(layout)):
+            by_name.setdefault(record.name, []).append(PieceAddress(part, index, record))
+    tensors = {}
+    for name in sorted(by_name):
+        pieces = tuple(sorted(by_name[name], key=lambda piece: piece.record.offsets))
+        first = pieces[0].record
+        tensors[name] = TensorEntry(name, first.global_shape, first.dtype, pieces)
+        _require_tiling(name, [piece.record for piece in pieces])
+    return tensors
+
+
+def _require_tiling(name: str, records: Sequence[PieceRecord]) -> None:
+    if len({(r.global_shape, r.dtype, r.tied) for r in records}) > 1:
+        raise WeightsError(f"ranks disagree on {name}: {list(records)}")
+    for one, other in itertools.combinations(records, 2):
+        if overlap(one.offsets, one.shape, other.offsets, other.shape) is not None:
+            raise WeightsError(f"pieces of {name} overlap")
+    held = sum(torch.Size(record.shape).numel() for record in records)
+    wanted = torch.Size(records[0].global_shape).numel()
+    if held != wanted:
+        raise WeightsError(f"pieces of {name} hold {held} of {wanted} elements")
+
+
+def overlap(
+    offsets: Sequence[int],
+    shape: Sequence[int],
+    other_offsets: Sequence[int],
+    other_shape: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(offsets, shape) of what two rectangles of one tensor share; None if that is nothing."""
+    starts = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
+    ends = tuple(
+        min(a + a_size, b + b_size)
+        for a, a_size, b, b_size in zip(offsets, shape, other_offsets, other_shape, strict=True)
+    )
+    if any(end <= start for start, end in zip(starts, ends, strict=True)):
+        return None
+    return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
+
+
+def require_piece(manifest: Manifest, address: PieceAddress, data: Tensor) -> None:
+    """A piece as it was read must be what the manifest says.
+
+    Raises:
+        WeightsError: another shape, dtype or (if there is one) checksum.
+    """
+    record, version = address.record, manifest.version
+    found = (tuple(data.shape), dtype_name(data.dtype))
+    if found != (record.shape, record.dtype):
+        raise WeightsError(
+            f"weights {version}: piece of {record.name} at {record.offsets} is {found}, the "
+            f"manifest says {(record.shape, record.dtype)}"
         )
-        whole[region] = data
-    return whole
+    wanted = manifest.parts[address.part].checksums[address.index]
+    if wanted and checksum(data) != wanted:
+        raise WeightsError(
+            f"weights {version}: checksum of {record.name} at {record.offsets} does not match"
+        )
 
 
 def check_fits(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
     """A reader's tensors, name -> (shape, dtype), must be those of the manifest, one for one.
 
+    A tensor that the manifest says is tied may be expected under any of its names, or several.
+
     Raises:
         WeightsError: missing, extra or different tensors, with the version.
     """
-    missing = sorted(expected.keys() - manifest.tensors.keys())
-    extra = sorted(manifest.tensors.keys() - expected.keys())
+    tensors, ties = tensors_of(manifest), ties_of(manifest)
+    found = {name: tensors.get(ties.get(name, name)) for name in expected}
+    missing = sorted(name for name, entry in found.items() if entry is None)
+    extra = sorted(tensors.keys() - {entry.name for entry in found.values() if entry is not None})
     different = [
-        f"{name} is {found}, the model has {wanted}"
-        for name, wanted in expected.items()
-        if (entry := manifest.tensors.get(name)) is not None
-        and (found := (entry.global_shape, entry.dtype)) != wanted
+        f"{name} is {(entry.global_shape, entry.dtype)}, the model has {expected[name]}"
+        for name, entry in found.items()
+        if entry is not None and (entry.global_shape, entry.dtype) != expected[name]
     ]
     if missing or extra or different:
         raise WeightsError(

@@ -20,18 +20,20 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from forge_trainer.config.schema import GeneratorConfig
-from forge_trainer.errors import DataError, WeightsError
-from forge_trainer.functional.manifests import check_fits, dtype_name
-from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device
+from forge_trainer.errors import DataError, TornWeightsError, WeightsError
+from forge_trainer.functional.manifests import num_bytes_of
+from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device, unique_tensors
+from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import GeneratorStatus, TransferStatus
-from forge_trainer.types import Completion, SamplingParams, WeightsRef, WeightsVersion
+from forge_trainer.tasks import to_the_end
+from forge_trainer.types import Completion, SamplingParams
 
 T = TypeVar("T")
 
 
 class TransformersGenerator:
-    """Keeps the `Generator` protocol. Call `setup` first.
+    """Keeps the `Generator` protocol. Call `use_store` and `setup` first.
 
     Generating and pulling take turns: a call that comes after a pull is answered by the pulled
     weights, or, if the pull failed, by the old ones, and every completion says by which.
@@ -42,13 +44,11 @@ class TransformersGenerator:
         config: GeneratorConfig,
         *,
         model_dir: Path,
-        store: WeightStore,
         dtype: torch.dtype,
         seed: int,
     ) -> None:
         self._config = config
         self._model_dir = model_dir
-        self._store = store
         self._dtype = dtype
         self._seed = seed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generator")
@@ -56,6 +56,7 @@ class TransformersGenerator:
         self._phase = "starting"
         self._version = WeightsVersion(epoch=0, policy_version=0)
         self._pull: TransferStatus | None = None
+        self._torn: str | None = None
         self._num_completions = 0
 
     async def setup(self) -> None:
@@ -67,6 +68,7 @@ class TransformersGenerator:
         self._tokenizer = load_tokenizer(self._model_dir)
         self._tokenizer.padding_side = "left"
         self._model: Any = load_causal_lm(self._model_dir, dtype=self._dtype, device=self._device)
+        self._tensors = {name: t for name, (t, _) in unique_tensors(self._model).items()}
         self._stop_ids = _stop_token_ids(self._model.generation_config, self._tokenizer)
         # Nothing of the directory's sampling defaults may survive: they would make the log-probs
         # those of another distribution.
@@ -82,8 +84,11 @@ class TransformersGenerator:
 
         Raises:
             DataError: a prompt is empty or too long, or its completion would not fit.
+            WeightsError: the last pull failed half way.
         """
         async with self._turn:
+            if self._torn is not None:
+                raise WeightsError(self._torn)
             return await self._run("generate", lambda: self._generate(prompts, sampling))
 
     def _generate(self, prompts: Sequence[str], sampling: SamplingParams) -> list[list[Completion]]:
@@ -159,38 +164,39 @@ class TransformersGenerator:
             stopped=stop is not None,
         )
 
-    async def pull_weights(self, ref: WeightsRef) -> WeightsVersion:
+    def use_store(self, store: WeightStore) -> None:
+        """Pull from this store from now on."""
+        self._store = store
+
+    async def pull_weights(self, ref: WeightsRef | WeightsVersion | None = None) -> WeightsVersion:
         """Load a published version in place, after all of it has arrived and been checked.
+
+        Without a version, the newest one.
 
         Raises:
             WeightsError: older than the one in use, missing, or not whole; the old weights stay.
+            TornWeightsError: copying failed half way; generating is refused until a pull succeeds.
         """
         async with self._turn:
-            version = ref.version
+            return await to_the_end(self._pull_weights(ref))
+
+    async def _pull_weights(self, ref: WeightsRef | WeightsVersion | None) -> WeightsVersion:
+        wanted = ref.version if isinstance(ref, WeightsRef) else ref
+        if wanted is not None and wanted < self._version:
+            raise WeightsError(f"weights {wanted} are older than {self._version}, in use")
+        start = time.perf_counter()
+        async with self._store.reading(wanted) as reading:
+            version = reading.manifest.version
             if version < self._version:
                 raise WeightsError(f"weights {version} are older than {self._version}, in use")
-            start = time.perf_counter()
-            manifest = await self._store.read_manifest(version)
-            parameters: dict[str, Tensor] = dict(self._model.named_parameters())
-            check_fits(
-                manifest,
-                {n: (tuple(p.shape), dtype_name(p.dtype)) for n, p in parameters.items()},
-            )
-            tensors = {
-                name: await self._store.read_tensor(version, entry)
-                for name, entry in manifest.tensors.items()
-            }
-            await self._run("pull_weights", lambda: self._load_in_place(tensors, version))
-            self._pull = TransferStatus(manifest.num_bytes, time.perf_counter() - start)
-            return version
-
-    @torch.no_grad()
-    def _load_in_place(self, tensors: dict[str, Tensor], version: WeightsVersion) -> None:
-        # On the work thread to the end, so that weights and version cannot part.
-        parameters = dict(self._model.named_parameters())
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
-        self._version = version
+            try:
+                await reading.load_into(self._tensors)
+            except TornWeightsError as error:
+                self._torn = str(error)
+                raise
+            self._version, self._torn = version, None
+            self._pull = TransferStatus(num_bytes_of(reading.manifest), time.perf_counter() - start)
+        return version
 
     async def get_status(self) -> GeneratorStatus:
         return GeneratorStatus(

@@ -18,8 +18,15 @@ from forge_trainer.functional.packing import (
 )
 from forge_trainer.functional.validation import validate_sequences
 from forge_trainer.metrics import Sum, merge_metrics
-from forge_trainer.protocols import EngineFacts, EngineForwardBackward, MicrobatchOutput
-from forge_trainer.types import ForwardBackwardResult, ForwardResult, LossFn, TrainSequence
+from forge_trainer.status import EngineFacts
+from forge_trainer.types import (
+    EngineForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    LossFn,
+    MicrobatchOutput,
+    TrainSequence,
+)
 
 from .ranks import RankCalls
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig
+from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.profiling import require_memory_snapshots
@@ -50,6 +50,19 @@ def check_generator(path: Path, generator: GeneratorConfig) -> None:
     facts = read_model_facts(path)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)
+
+
+def check_dtypes(weights: WeightsConfig, generator: GeneratorConfig) -> None:
+    """A generator loads weights in place, so it must run in what they are published in.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if generator.dtype not in (None, weights.dtype):
+        raise ConfigError(
+            f"generator.dtype: {generator.dtype}, but weights.dtype is {weights.dtype}, and "
+            "weights are loaded as they are published; make them equal or leave the first out"
+        )
 
 
 def check_checkpoint_folder(trainer: TrainerConfig) -> None:

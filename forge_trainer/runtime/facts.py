@@ -6,8 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_trainer.protocols import EngineFacts
-from forge_trainer.status import RankStatus, TrainerFacts, TrainerStatus
+from forge_trainer.status import EngineFacts, RankStatus, TrainerFacts, TrainerStatus
 
 from .publish import WeightsPublisher
 from .ranks import RankCalls, ask_all
@@ -34,6 +33,7 @@ def merge_statuses(
     per_dp_rank: Sequence[RankStatus],
     *,
     publisher: WeightsPublisher,
+    num_readers: int,
     saving: str | None,
 ) -> TrainerStatus:
     """What the ranks say, and what the handle knows, as one."""
@@ -48,6 +48,8 @@ def merge_statuses(
         published=publisher.published,
         held=publisher.held,
         push=publisher.push,
+        is_pushing=publisher.pushing,
+        num_readers=num_readers,
         saving=saving,
         last_error=errors[0] if errors else None,
     )

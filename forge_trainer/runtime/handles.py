@@ -26,11 +26,12 @@ from forge_trainer.errors import (
     ForgeTrainerError,
     WorkerLostError,
 )
+from forge_trainer.pieces import StoreAddress, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
-from forge_trainer.types import CallTicket, Completion, SamplingParams, WeightsRef, WeightsVersion
+from forge_trainer.types import CallTicket, Completion, SamplingParams
 
 CLOSE_TIMEOUT_S = 20.0
-FILE_CALLS = ("setup", "save", "load", "write_weights")
+FILE_CALLS = ("setup", "save", "load", "stage_weights")
 """Calls in which ranks read or write different amounts, and may be that far apart."""
 
 
@@ -128,6 +129,18 @@ class MeshRanks:
             return self._config.checkpoint_timeout_s
         return self._config.collective_timeout_s
 
+    async def can_reach(self, token: str) -> bool:
+        """True if all ranks see that file."""
+        return all(await self._ask_all("can_reach", token))
+
+    async def open_store(self, address: StoreAddress) -> None:
+        """Publish through this store from now on."""
+        await self._ask_all("open_store", address)
+
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        asks = (self.ask(rank, method, *args) for rank in range(self.size))
+        return list(await asyncio.gather(*asks))
+
     async def ask(self, rank: int, method: str, *args: Any) -> Any:
         return await _translated(getattr(self._ranks[rank], method).call_one(*args), rank, method)
 
@@ -161,6 +174,14 @@ class GeneratorHandle:
     def __init__(self, actor: TransformersGeneratorActor) -> None:
         self._actor: Any = actor
 
+    async def can_reach(self, token: str) -> bool:
+        """True if its process sees that file."""
+        return bool(await self._call(lambda: self._actor.can_reach.call_one(token), "can_reach"))
+
+    async def open_store(self, address: StoreAddress) -> None:
+        """Pull from this store from now on."""
+        await self._call(lambda: self._actor.open_store.call_one(address), "open_store")
+
     async def setup(self) -> None:
         """Load the model."""
         await self._call(lambda: self._actor.setup.call_one(), "setup")
@@ -173,7 +194,8 @@ class GeneratorHandle:
         )
         return completions
 
-    async def pull_weights(self, ref: WeightsRef) -> WeightsVersion:
+    async def pull_weights(self, ref: WeightsRef | WeightsVersion | None = None) -> WeightsVersion:
+        """Load a version in place, the newest by default; see `TransformersGenerator`."""
         version: WeightsVersion = await self._call(
             lambda: self._actor.pull_weights.call_one(ref), "pull_weights"
         )

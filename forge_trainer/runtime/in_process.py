@@ -17,7 +17,8 @@ from forge_trainer.weights.memory import MemoryWeightStore
 from forge_trainer.worker import Worker
 
 from .checks import check_trainer
-from .trainer import TrainerHandle, TrainerSetup
+from .ranks import TrainerSetup
+from .trainer import TrainerHandle
 
 
 class InProcessRanks:
@@ -62,11 +63,11 @@ async def start_in_process_trainer(
         config,
         weights,
         model_dir=model_dir,
-        store=store or MemoryWeightStore(weights.verify),
         world=World(),
     )
-    handle = TrainerHandle(
-        TrainerSetup(config, weights, model_dir, checkpoint_folder), InProcessRanks(worker)
-    )
+    store = store or MemoryWeightStore(weights.verify)
+    worker.use_store(store)
+    setup = TrainerSetup(config, weights, model_dir, checkpoint_folder, store.transport)
+    handle = TrainerHandle(setup, InProcessRanks(worker))
     await handle.setup()
     return handle

@@ -5,10 +5,13 @@ The only file that sets environment variables or touches Monarch's global hooks.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import os
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import monarch.actor
@@ -22,6 +25,8 @@ from . import torchstore_patch
 
 logger = logging.getLogger(__name__)
 
+STOP_TIMEOUT_S = 40.0
+"""Monarch stops processes only once they have started, which can take half of this."""
 MAX_MESSAGE_BYTES = 910_737_418_240
 """What torchstore 0.1.2 sets itself for its transfers, with a warning, where it finds nothing."""
 
@@ -116,3 +121,26 @@ def require_free_port(port: int) -> None:
                 f"trainer.master_port: {port} is in use on this host ({error.strerror}); "
                 "leave it out to get a free one"
             ) from error
+
+
+@contextlib.asynccontextmanager
+async def running_mesh(
+    name: str, *, num_processes: int, cpu_threads: int
+) -> AsyncIterator[ProcMesh]:
+    """Processes on this host that are stopped at the end, whatever happens."""
+    mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads)
+    try:
+        yield mesh
+    finally:
+        await closing(f"{name} processes", lambda: mesh.stop("closed"))
+
+
+async def closing(
+    what: str, close: Callable[[], Awaitable[object]], *, timeout_s: float = STOP_TIMEOUT_S
+) -> None:
+    """Close one thing; a failure is logged, since the rest must be closed as well."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await close()
+    except Exception as error:
+        logger.warning("closing the %s failed: %r", what, error)

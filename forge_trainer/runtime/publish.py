@@ -1,17 +1,21 @@
-"""Publishing: all ranks write their pieces, then one writes the manifest, then old versions go."""
+"""Publishing: all ranks stage and write their pieces, then one writes the manifest, then old
+versions go. From staging on, it may run beside the next calls."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import build_manifest
+from forge_trainer.pieces import RankPieces, StagedWeights, WeightsRef, WeightsVersion
 from forge_trainer.status import TransferStatus
-from forge_trainer.types import WeightsRef, WeightsVersion
 
-from .ranks import RankCalls
+from .ranks import RankCalls, ask_all
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +23,16 @@ logger = logging.getLogger(__name__)
 class WeightsPublisher:
     """Gives a trainer's weights to the store, each version once and in order."""
 
-    def __init__(self, ranks: RankCalls, config: WeightsConfig) -> None:
+    def __init__(self, ranks: RankCalls, config: WeightsConfig, transport: str) -> None:
         self._ranks = ranks
         self._config = config
+        self.transport = transport
         self._epoch = 0
+        self._writing: asyncio.Task[list[RankPieces]] | None = None
+        self._publishing: asyncio.Task[WeightsRef] | None = None
+        self._dropping: asyncio.Task[None] | None = None
+        self._leaving: list[WeightsVersion] = []
+        """Hidden from new readers, and still being read."""
         self.published: WeightsVersion | None = None
         """The newest version that exists."""
         self.held: list[WeightsVersion] = []
@@ -31,34 +41,47 @@ class WeightsPublisher:
 
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
-        held: list[WeightsVersion] = await self._ranks.ask(0, "held_versions")
-        self._epoch = max((version.epoch + 1 for version in held), default=0)
+        await self._ranks.ask(0, "clean_weights")
+        self.held = await self._ranks.ask(0, "held_versions")
+        epochs = [version.epoch + 1 for version in self.held]
+        self._epoch = max([self._epoch, *epochs])
 
     def open_epoch(self) -> None:
         """From now on versions are newer than all before, so a step may be published again."""
         self._epoch += 1
 
-    async def publish(self, step: int, policy_version: int | None) -> WeightsRef:
+    async def push_weights(
+        self, step: int, policy_version: int | None, *, wait: bool
+    ) -> WeightsRef:
         """Publish the weights of `step`, the current one; see `TrainerHandle.push_weights`."""
+        await self.wait()
         version = WeightsVersion(self._epoch, step)
         self._require_publishable(version, policy_version)
+        if self._dropping is not None:
+            # What it frees is used again.
+            await self._dropping
         start = time.perf_counter()
         try:
-            records = await self._ranks.call("write_weights", [(version,)] * self._ranks.size)
-            manifest = build_manifest(version, [r for own in records for r in own])
-            await self._ranks.ask(0, "commit_weights", manifest)
+            staged: list[StagedWeights] = await self._ranks.call(
+                "stage_weights", [(version, wait)] * self._ranks.size
+            )
         except BaseException:
-            await self._drop_quietly(version)
+            await self._abandon(version)
             raise
-        self.published = version
-        self.push = TransferStatus(manifest.num_bytes, time.perf_counter() - start)
-        await self._drop_old_versions()
-        return WeightsRef(
+        ref = WeightsRef(
             version=version,
-            num_tensors=len(manifest.tensors),
-            num_bytes=manifest.num_bytes,
+            num_tensors=len({name for one in staged for name in one.names}),
+            num_bytes=sum(one.num_bytes for one in staged),
             dtype=self._config.dtype,
+            transport=self.transport,
         )
+        self._writing = asyncio.create_task(self._written(staged), name=f"write {version}")
+        self._publishing = asyncio.create_task(
+            self._publish(ref, self._writing, start), name=f"publish {version}"
+        )
+        if wait:
+            await self.wait()
+        return ref
 
     def _require_publishable(self, version: WeightsVersion, policy_version: int | None) -> None:
         if policy_version not in (None, version.policy_version):
@@ -69,15 +92,96 @@ class WeightsPublisher:
         if self.published is not None and version <= self.published:
             raise WeightsError(f"weights {version} are published already ({self.published})")
 
-    async def _drop_old_versions(self) -> None:
-        held: list[WeightsVersion] = await self._ranks.ask(0, "held_versions")
-        self.held = held[-self._config.keep_versions :]
-        for version in held[: -self._config.keep_versions]:
-            await self._ranks.ask(0, "drop_weights", version)
+    async def _written(self, staged: Sequence[StagedWeights]) -> list[RankPieces]:
+        written = [one.written for one in staged]
+        if None in written:
+            return await ask_all(self._ranks, "written_weights")
+        return [one for one in written if one is not None]
 
-    async def _drop_quietly(self, version: WeightsVersion) -> None:
-        """Remove what a failed push left; its own failure must not hide the first one."""
+    async def _publish(
+        self, ref: WeightsRef, writing: asyncio.Task[list[RankPieces]], start: float
+    ) -> WeightsRef:
+        version = ref.version
         try:
-            await self._ranks.ask(0, "drop_weights", version)
+            manifest = build_manifest(version, self.transport, await writing)
+            await self._ranks.ask(0, "commit_weights", manifest)
+        except BaseException:
+            await self._abandon(version)
+            raise
+        self.published = version
+        self.held = [*self.held, version]
+        self.push = TransferStatus(ref.num_bytes, time.perf_counter() - start)
+        self._dropping = asyncio.create_task(self._drop_old_versions(), name="drop weights")
+        return ref
+
+    async def num_readers(self) -> int:
+        """Readers that hold a version now; 0 if the store does not answer."""
+        try:
+            return int(await self._ranks.ask(0, "num_readers"))
+        except WeightsError as error:
+            logger.warning("%s", error)
+            return 0
+
+    @property
+    def pushing(self) -> bool:
+        """True while a version is on its way."""
+        return self._publishing is not None and not self._publishing.done()
+
+    async def wait(self) -> WeightsRef | None:
+        """What became of the push that ran beside other calls; None if there was none.
+
+        Raises:
+            WeightsError: it failed. Told once.
+        """
+        if self._publishing is None:
+            return None
+        publishing = self._publishing
+        try:
+            return await asyncio.shield(publishing)
+        finally:
+            if publishing.done() and self._publishing is publishing:
+                self._publishing = None
+
+    async def raise_failure(self) -> None:
+        """Raises what made a push fail that nobody has waited for."""
+        if self._publishing is not None and self._publishing.done():
+            await self.wait()
+
+    async def wait_for_live_weights(self) -> None:
+        """Return once no push reads the live weights any more.
+
+        Raises:
+            WeightsError: the push failed.
+        """
+        if self._config.stage == "in_place" and self._writing is not None:
+            await asyncio.wait([self._writing])
+            if self._writing.cancelled() or self._writing.exception() is not None:
+                await self.wait()
+
+    async def close(self) -> None:
+        """Wait for what runs; a failure is logged."""
+        for task in (self._publishing, self._dropping):
+            if task is not None:
+                await asyncio.wait([task])
+        with contextlib.suppress(Exception):
+            await self.wait()
+
+    async def _drop_old_versions(self) -> None:
+        """Old versions leave; one that is being read goes when a later push finds it free."""
+        keep = self._config.keep_versions
+        self._leaving += self.held[:-keep]
+        self.held = self.held[-keep:]
+        try:
+            for version in list(self._leaving):
+                if await self._ranks.ask(0, "drop_weights", version):
+                    self._leaving.remove(version)
         except Exception as error:
-            logger.warning("could not remove the half-published weights %s: %s", version, error)
+            logger.warning("could not drop old weights: %s", error)
+
+    async def _abandon(self, version: WeightsVersion) -> None:
+        """Remove what a failed push left; its own failure must not hide the first one."""
+        for rank in range(self._ranks.size):
+            try:
+                await self._ranks.ask(rank, "abandon_weights", version)
+            except Exception as error:
+                logger.warning("could not remove half-published weights %s: %s", version, error)

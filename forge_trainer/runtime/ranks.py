@@ -1,14 +1,30 @@
-"""What a handle needs of the ranks of a trainer, however they are reached."""
+"""What a handle is given: what to know of its trainer, and how to reach its ranks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSetup:
+    """What a handle is told when it is made."""
+
+    trainer: TrainerConfig
+    weights: WeightsConfig
+    model_dir: Path
+    checkpoint_folder: Path
+    transport: str
+    """Of published weights."""
 
 
 class RankCalls(Protocol):

@@ -7,17 +7,12 @@ knows Monarch: ranks are reached through `RankCalls`, over actors or in this pro
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, get_args
 
-from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
-from forge_trainer.protocols import EngineFacts
-from forge_trainer.status import TrainerFacts, TrainerStatus
+from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
+from forge_trainer.pieces import WeightsRef
+from forge_trainer.status import EngineFacts, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointFormat,
     CheckpointInfo,
@@ -29,50 +24,32 @@ from forge_trainer.types import (
     OptimStepResult,
     TrainSequence,
     TrainStepResult,
-    WeightsRef,
 )
 
 from .batches import BatchDealer
 from .checkpoints import Checkpoints
 from .facts import merge_statuses, trainer_facts
 from .publish import WeightsPublisher
-from .ranks import RankCalls, agreed, ask_all
-from .tasks import to_the_end
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerSetup:
-    """What a handle is told when it is made."""
-
-    trainer: TrainerConfig
-    weights: WeightsConfig
-    model_dir: Path
-    checkpoint_folder: Path
+from .ranks import RankCalls, TrainerSetup, agreed, ask_all
+from .turns import Turns
 
 
 class TrainerHandle:
-    """Call `setup` first and `close` last. Calls of concurrent callers run one after the other.
-
-    A call that has begun is never cut short: cancelling it lets it finish, then raises.
-    """
+    """Call `setup` first and `close` last. Concurrent callers take turns, see `Turns`."""
 
     def __init__(self, setup: TrainerSetup, ranks: RankCalls) -> None:
         self._setup = setup
         self._ranks = ranks
-        self._lock = asyncio.Lock()
         self._step = 0
-        self._is_closed = False
-        self._publisher = WeightsPublisher(ranks, setup.weights)
+        self._publisher = WeightsPublisher(ranks, setup.weights, setup.transport)
+        self._turns = Turns(before=self._publisher.raise_failure)
         self._checkpoints = Checkpoints(
             ranks, setup.checkpoint_folder, setup.trainer.keep_checkpoints
         )
 
     async def setup(self) -> None:
         """Build the engines of all ranks."""
-        await self._alone(self._set_up)
+        await self._turns.take(self._set_up)
 
     async def _set_up(self) -> None:
         facts: list[EngineFacts] = await self._call_all("setup")
@@ -84,7 +61,9 @@ class TrainerHandle:
         self, sequences: Sequence[TrainSequence], *, with_entropy: bool = False
     ) -> ForwardResult:
         """Log-probs of every token under the current weights; no gradients."""
-        return await self._alone(self._batches.forward, self._batches.pack(sequences), with_entropy)
+        return await self._turns.take(
+            self._batches.forward, self._batches.pack(sequences), with_entropy
+        )
 
     async def forward_backward(
         self,
@@ -101,14 +80,14 @@ class TrainerHandle:
             EngineError: the loss failed on a rank; everything accumulated is dropped.
         """
         call = self._batches.prepare(sequences, loss, loss_config, return_logprobs=return_logprobs)
-        return await self._alone(self._batches.forward_backward, call)
+        return await self._turns.take(self._batches.forward_backward, call)
 
     async def optim_step(
         self, *, normalize: Normalize = "tokens", params: OptimParams | None = None
     ) -> OptimStepResult:
         """One update from what is accumulated; see `Updater.optim_step` for errors."""
         _require_normalize(normalize)
-        return await self._alone(self._optim_step, normalize, params)
+        return await self._turns.take(self._optim_step, normalize, params)
 
     async def train_step(
         self,
@@ -137,11 +116,11 @@ class TrainerHandle:
                 await self._call_all("clear_gradients")
                 raise
 
-        return await self._alone(step)
+        return await self._turns.take(step)
 
     async def clear_gradients(self) -> None:
         """Drop accumulated gradients and counts."""
-        await self._alone(self._call_all, "clear_gradients")
+        await self._turns.take(self._call_all, "clear_gradients")
 
     async def save(
         self,
@@ -175,7 +154,7 @@ class TrainerHandle:
             )
             return await self._checkpoints.save(request)
 
-        return await self._alone(save)
+        return await self._turns.take(save)
 
     async def wait_for_save(self) -> CheckpointInfo | None:
         """What became of the last save with `wait=False`; None if there is nothing to tell.
@@ -203,6 +182,7 @@ class TrainerHandle:
         """
 
         async def load() -> CheckpointInfo:
+            await self._publisher.wait_for_live_weights()
             info = await self._checkpoints.load(
                 path=path, name=name, step=step, weights_only=weights_only
             )
@@ -211,36 +191,62 @@ class TrainerHandle:
             self._publisher.open_epoch()
             return info
 
-        return await self._alone(load)
+        return await self._turns.take(load)
 
     async def to(self, device: str) -> None:
         """Move the trainer's state to "cpu", so that others may use the device, or back ("cuda").
 
         Values do not change. While it is away, calls that need it raise EngineError.
         """
-        await self._alone(self._call_all, "to", device)
+
+        async def move() -> None:
+            await self._publisher.wait_for_live_weights()
+            await self._call_all("to", device)
+
+        await self._turns.take(move)
 
     async def train_mode(self) -> None:
         """Switch dropout on. It is off at the start: with it, importance ratios are noise."""
-        await self._alone(self._call_all, "train_mode")
+        await self._turns.take(self._call_all, "train_mode")
 
     async def eval_mode(self) -> None:
         """Switch dropout off again."""
-        await self._alone(self._call_all, "eval_mode")
+        await self._turns.take(self._call_all, "eval_mode")
 
-    async def push_weights(self, *, policy_version: int | None = None) -> WeightsRef:
+    async def push_weights(
+        self, *, policy_version: int | None = None, wait: bool = True
+    ) -> WeightsRef:
         """Publish the current weights: every rank writes its pieces, then the manifest is written.
 
-        Older versions beyond `weights.keep_versions` are dropped after that.
+        With `wait=False` the call returns once the weights are staged, and the version exists when
+        `wait_for_push` says so. With `weights.stage: in_place` the next update, load or move waits
+        for it. Older versions beyond `weights.keep_versions` are dropped once nobody reads them.
 
         Raises:
             WeightsError: `policy_version` is not the current step, the version is published
-                already, or the weights are not finite. The last version stays as it was.
+                already, the weights are not finite, or there is no room for them; or the last push
+                with `wait=False` has failed and nobody has asked for it (this every call raises,
+                once, and is not made). The last version stays as it was.
         """
-        return await self._alone(self._push_weights, policy_version)
+        return await self._turns.take(self._push_weights, policy_version, wait)
 
-    async def _push_weights(self, policy_version: int | None) -> WeightsRef:
-        return await self._publisher.publish(self._step, policy_version)
+    async def _push_weights(self, policy_version: int | None, wait: bool) -> WeightsRef:
+        return await self._publisher.push_weights(self._step, policy_version, wait=wait)
+
+    async def wait_for_push(self) -> WeightsRef | None:
+        """What became of the last push with `wait=False`; None if there is nothing to tell.
+
+        Raises:
+            WeightsError: it failed. The versions before are as they were.
+        """
+        return await self._publisher.wait()
+
+    async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Publish through the store that `restart` opens, in a new epoch."""
+        await self._publisher.close()
+        await self._turns.take(restart)
+        await self._publisher.start()
+        self._publisher.open_epoch()
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
@@ -253,6 +259,7 @@ class TrainerHandle:
             by_rank,
             self._batches.one_per_dp_rank(by_rank),
             publisher=self._publisher,
+            num_readers=await self._publisher.num_readers(),
             saving=self._checkpoints.saving,
         )
 
@@ -262,30 +269,20 @@ class TrainerHandle:
         Raises:
             CheckpointError: the save failed. The ranks are free nevertheless.
         """
-        async with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                await to_the_end(self._close())
+        await self._turns.close(self._close)
 
     async def _close(self) -> None:
+        await self._publisher.close()
         try:
             if not self._ranks.is_lost:
                 await self._checkpoints.wait()
         finally:
             await self._ranks.close()
 
-    async def _alone(
-        self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """The result of `work`, with no other call to the ranks in between."""
-        async with self._lock:
-            if self._is_closed:
-                raise EngineError("this trainer is closed")
-            return await to_the_end(work(*args, **kwargs))
-
     async def _optim_step(
         self, normalize: Normalize, params: OptimParams | None
     ) -> OptimStepResult:
+        await self._publisher.wait_for_live_weights()
         results: list[OptimStepResult] = await self._call_all("optim_step", normalize, params)
         result = agreed("optim_step", results)
         self._step = result.step

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from forge_trainer.pieces import WeightsRef
 from forge_trainer.protocols import Generator, Trainer
 from forge_trainer.status import TransferStatus
-from forge_trainer.types import WeightsRef
 
 
 @dataclass(frozen=True, slots=True)

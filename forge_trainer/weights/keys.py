@@ -3,32 +3,56 @@
 torchstore matches prefixes by whole dot-separated parts, so the version comes before the name:
     weights.e0v12.r1.model.norm.weight      piece of rank 1
     manifests.e0v12                         written last
+    leases.e0v12.5f0c3a.17                  reader 5f0c3a was there when it wrote its 17th beat
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from forge_trainer.types import WeightsVersion
+from forge_trainer.errors import WeightsError
+from forge_trainer.pieces import WeightsVersion
 
 MANIFESTS = "manifests"
+WEIGHTS = "weights"
+LEASES = "leases"
 
 
-def piece_key(version: WeightsVersion, rank: int, name: str) -> str:
-    return f"{pieces_prefix(version)}.r{rank}.{name}"
-
-
-def pieces_prefix(version: WeightsVersion) -> str:
-    return f"weights.{version}"
+def pieces_prefix(version: WeightsVersion, rank: int | None = None) -> str:
+    """Of all pieces of the version, or of those of a rank."""
+    return f"{WEIGHTS}.{version}" + ("" if rank is None else f".r{rank}")
 
 
 def manifest_key(version: WeightsVersion) -> str:
     return f"{MANIFESTS}.{version}"
 
 
-def version_of_manifest(key: str) -> WeightsVersion:
-    """The version a manifest's key names."""
-    match = re.fullmatch(rf"{MANIFESTS}\.e(\d+)v(\d+)", key)
+def leases_prefix(version: WeightsVersion) -> str:
+    return f"{LEASES}.{version}"
+
+
+def lease_key(version: WeightsVersion, reader: str, beat: int) -> str:
+    return f"{leases_prefix(version)}.{reader}.{beat}"
+
+
+def version_of(key: str) -> WeightsVersion:
+    """The version that a key, or a file called like one, belongs to."""
+    match = re.fullmatch(r"(?:\w+\.)?e(\d+)v(\d+)(?:\..*)?", key)
     if match is None:
-        raise ValueError(f"{key!r} is not a manifest key")
+        raise ValueError(f"{key!r} names no weights version")
     return WeightsVersion(int(match[1]), int(match[2]))
+
+
+def published_already(version: WeightsVersion) -> WeightsError:
+    """The error for a second manifest of a version."""
+    return WeightsError(f"weights {version}: exist already; the published version stays")
+
+
+def missing(version: WeightsVersion | None, held: Sequence[WeightsVersion]) -> WeightsError:
+    """The error for a version that cannot be read; None is the newest."""
+    if version is None:
+        return WeightsError("no weights are published yet")
+    return WeightsError(
+        f"weights {version} do not exist; held: {[str(version) for version in held]}"
+    )

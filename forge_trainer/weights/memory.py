@@ -3,58 +3,133 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import assemble, record_piece
-from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
-from forge_trainer.types import Verify, WeightsVersion
+from forge_trainer.functional.manifests import describe_part
+from forge_trainer.pieces import (
+    Manifest,
+    PieceAddress,
+    RankPieces,
+    StagedPieces,
+    Verify,
+    WeightPiece,
+    WeightsVersion,
+)
 
-from .keys import piece_key, pieces_prefix
+from .keys import missing, published_already
+from .reading import Plans, VersionReading
+from .staging import PieceCopier, sources_of
 
 
 class MemoryWeightStore:
     """Keeps the `WeightStore` protocol."""
 
+    transport = "memory"
+
     def __init__(self, verify: Verify = "full") -> None:
         self._verify: Verify = verify
-        self._pieces: dict[str, Tensor] = {}
+        self._copier = PieceCopier()
+        self._plans = Plans()
+        self._pieces: dict[tuple[WeightsVersion, int], list[Tensor]] = {}
         self._manifests: dict[WeightsVersion, Manifest] = {}
+        self._readers: Counter[WeightsVersion] = Counter()
 
-    async def write_pieces(
-        self, version: WeightsVersion, rank: int, pieces: Sequence[WeightPiece]
-    ) -> list[PieceRecord]:
-        records = []
-        for piece in pieces:
-            key = piece_key(version, rank, piece.name)
-            self._pieces[key] = piece.data
-            records.append(record_piece(piece, key, version, self._verify))
-        return records
+    def stage(
+        self,
+        version: WeightsVersion,
+        rank: int,
+        pieces: Iterable[WeightPiece],
+        *,
+        in_place: bool = False,
+    ) -> StagedPieces:
+        pieces = list(pieces)
+        sources, ready = sources_of(pieces)
+        copies = [torch.empty(piece.data.shape, dtype=piece.dtype) for piece in pieces]
+        records = tuple(piece.record for piece in pieces)
+        staged = StagedPieces(version, rank, records, sources, copies, str(rank), ready)
+        if not in_place:
+            self._copier.copy(staged)
+        return staged
+
+    async def write(self, staged: StagedPieces) -> RankPieces:
+        return await asyncio.to_thread(self._write, staged)
+
+    def _write(self, staged: StagedPieces) -> RankPieces:
+        if staged.sources:
+            self._copier.copy(staged)
+        self._pieces[staged.version, staged.rank] = staged.copies
+        return describe_part(
+            staged.records,
+            staged.copies,
+            version=staged.version,
+            verify=self._verify,
+            location=staged.location,
+        )
+
+    async def abandon(self, version: WeightsVersion, rank: int) -> None:
+        self._pieces.pop((version, rank), None)
 
     async def commit(self, manifest: Manifest) -> None:
+        if manifest.version in self._manifests:
+            raise published_already(manifest.version)
         self._manifests[manifest.version] = manifest
 
     async def versions(self) -> list[WeightsVersion]:
         return sorted(self._manifests)
 
-    async def read_manifest(self, version: WeightsVersion) -> Manifest:
-        if version not in self._manifests:
-            raise WeightsError(f"weights {version} do not exist; held: {sorted(self._manifests)}")
-        return self._manifests[version]
-
-    async def read_tensor(self, version: WeightsVersion, entry: TensorEntry) -> Tensor:
+    @contextlib.asynccontextmanager
+    async def reading(self, version: WeightsVersion | None = None) -> AsyncIterator[VersionReading]:
+        held = sorted(self._manifests)
+        wanted = version or (held[-1] if held else None)
+        if wanted is None or wanted not in self._manifests:
+            raise missing(wanted, held)
+        manifest = self._manifests[wanted]
+        self._readers[wanted] += 1
         try:
-            pieces = [self._pieces[record.location] for record in entry.pieces]
-        except KeyError as error:
-            raise WeightsError(
-                f"weights {version}: piece {error} of {entry.name} is gone"
-            ) from error
-        return (await asyncio.to_thread(assemble, version, entry, pieces)).clone()
+            yield VersionReading(manifest, _Pieces(self._pieces, manifest), self._plans)
+        finally:
+            self._readers[wanted] -= 1
 
-    async def drop(self, version: WeightsVersion) -> None:
+    async def num_readers(self) -> int:
+        return self._readers.total()
+
+    async def drop(self, version: WeightsVersion) -> bool:
         self._manifests.pop(version, None)
-        prefix = pieces_prefix(version) + "."
-        for key in [key for key in self._pieces if key.startswith(prefix)]:
+        if self._readers[version]:
+            return False
+        for key in [key for key in self._pieces if key[0] == version]:
             del self._pieces[key]
+        return True
+
+    async def clean(self) -> None:
+        for key in [key for key in self._pieces if key[0] not in self._manifests]:
+            del self._pieces[key]
+
+
+class _Pieces:
+    """Keeps `PieceSource`."""
+
+    def __init__(
+        self, pieces: dict[tuple[WeightsVersion, int], list[Tensor]], manifest: Manifest
+    ) -> None:
+        self._pieces = pieces
+        self._manifest = manifest
+
+    async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
+        version = self._manifest.version
+        try:
+            return [
+                self._pieces[version, int(self._manifest.parts[piece.part].location)][piece.index]
+                for piece in pieces
+            ]
+        except KeyError as error:
+            raise WeightsError(f"weights {version}: pieces of a rank are gone") from error
+
+    def require_unchanged(self) -> None:
+        """What is in memory is never overwritten."""

@@ -2,23 +2,43 @@
 
 Pieces are plain tensors under keys of their own version. DTensors are not put as such:
 torchstore 0.1.2 cannot read back empty shards, cannot delete half-written ones, and stores a
-replicated tensor once per rank. The manifest knows the offsets instead.
+replicated tensor once per rank. The manifest knows the offsets instead. Where torchstore finds
+RDMA, its puts and gets go that way by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import assemble, record_piece
-from forge_trainer.protocols import Manifest, PieceRecord, TensorEntry, WeightPiece
-from forge_trainer.types import Verify, WeightsVersion
+from forge_trainer.functional.manifests import describe_part
+from forge_trainer.pieces import (
+    Manifest,
+    PieceAddress,
+    RankPieces,
+    StagedPieces,
+    Verify,
+    WeightPiece,
+    WeightsVersion,
+)
 
-from .keys import MANIFESTS, manifest_key, piece_key, pieces_prefix, version_of_manifest
+from .keys import (
+    MANIFESTS,
+    WEIGHTS,
+    manifest_key,
+    missing,
+    pieces_prefix,
+    published_already,
+    version_of,
+)
+from .leases import LeaseWatch, lease
+from .reading import Plans, VersionReading
+from .staging import HostBuffers, PieceCopier, sources_of
 
 MAX_CONCURRENT_CALLS = 16
 """Each put or get is a call of its own; beyond a few in flight nothing gets faster."""
@@ -29,66 +49,185 @@ T = TypeVar("T")
 class TorchStoreWeightStore:
     """Keeps the `WeightStore` protocol over a torchstore that is running already."""
 
-    def __init__(self, store_name: str, verify: Verify = "full") -> None:
+    transport = "torchstore"
+
+    def __init__(
+        self, store_name: str, verify: Verify = "full", *, lease_timeout_s: float = 30.0
+    ) -> None:
         self._store_name = store_name
         self._verify: Verify = verify
+        self._lease_timeout_s = lease_timeout_s
+        self._watch = LeaseWatch(lease_timeout_s)
+        self._copier = PieceCopier()
+        self._buffers = HostBuffers()
+        self._plans = Plans()
 
     async def _client(self) -> Any:
         # Imported late: importing torchstore sets up root logging unless the process was prepared.
         import torchstore
 
-        return await torchstore.client(self._store_name)
+        with self._failures("cannot be reached"):
+            return await torchstore.client(self._store_name)
 
-    async def write_pieces(
-        self, version: WeightsVersion, rank: int, pieces: Sequence[WeightPiece]
-    ) -> list[PieceRecord]:
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """What Monarch and torchstore raise, as the project's error."""
+        try:
+            yield
+        except (WeightsError, KeyError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()
+            raise WeightsError(
+                f"{what}: the weight store {self._store_name!r} failed: {type(error).__name__}: "
+                f"{reason[-1] if reason else ''}; if its process is gone, start a new one "
+                "(`Services.restart_store`)"
+            ) from error
+
+    # Publishing
+
+    def stage(
+        self,
+        version: WeightsVersion,
+        rank: int,
+        pieces: Iterable[WeightPiece],
+        *,
+        in_place: bool = False,
+    ) -> StagedPieces:
+        pieces = list(pieces)
+        records = tuple(piece.record for piece in pieces)
+        sources, ready = sources_of(pieces)
+        copies = self._buffers.take(records)
+        location = pieces_prefix(version, rank)
+        staged = StagedPieces(version, rank, records, sources, copies, location, ready)
+        if not in_place:
+            self._copier.copy(staged)
+        return staged
+
+    async def write(self, staged: StagedPieces) -> RankPieces:
+        if staged.sources:
+            await asyncio.to_thread(self._copier.copy, staged)
         client = await self._client()
 
-        async def write(piece: WeightPiece) -> PieceRecord:
-            key = piece_key(version, rank, piece.name)
-            await client.put(key, piece.data)
-            return await asyncio.to_thread(record_piece, piece, key, version, self._verify)
+        async def put(item: tuple[str, Tensor]) -> None:
+            await client.put(f"{staged.location}.{item[0]}", item[1])
 
-        return await _bounded_gather(write, pieces)
+        names = [record.name for record in staged.records]
+        with self._failures(f"weights {staged.version}: cannot be written"):
+            await _bounded_gather(put, list(zip(names, staged.copies, strict=True)))
+        return await asyncio.to_thread(
+            describe_part,
+            staged.records,
+            staged.copies,
+            version=staged.version,
+            verify=self._verify,
+            location=staged.location,
+        )
+
+    async def abandon(self, version: WeightsVersion, rank: int) -> None:
+        await self._delete_all(pieces_prefix(version, rank))
 
     async def commit(self, manifest: Manifest) -> None:
         client = await self._client()
-        await client.put(manifest_key(manifest.version), manifest)
+        with self._failures(f"weights {manifest.version}: cannot be published"):
+            key = manifest_key(manifest.version)
+            if await client.exists(key):
+                raise published_already(manifest.version)
+            await client.put(key, manifest)
+
+    # Reading
 
     async def versions(self) -> list[WeightsVersion]:
         client = await self._client()
-        return sorted(version_of_manifest(key) for key in await client.keys(MANIFESTS))
+        with self._failures("the versions of weights cannot be listed"):
+            return sorted(version_of(key) for key in await client.keys(MANIFESTS))
 
-    async def read_manifest(self, version: WeightsVersion) -> Manifest:
+    @contextlib.asynccontextmanager
+    async def reading(self, version: WeightsVersion | None = None) -> AsyncIterator[VersionReading]:
         client = await self._client()
-        try:
-            manifest: Manifest = await client.get(manifest_key(version))
-        except KeyError as error:
-            held = [str(v) for v in await self.versions()]
-            raise WeightsError(f"weights {version} do not exist; held: {held}") from error
-        except Exception as error:
-            raise WeightsError(f"weights {version}: the store failed: {error}") from error
-        return manifest
+        while True:
+            held = [] if version is not None else await self.versions()
+            wanted = version or (held[-1] if held else None)
+            if wanted is None:
+                raise missing(wanted, held)
+            async with self._lease(client, wanted):
+                manifest = await self._read_manifest(client, wanted)
+                if manifest is not None:
+                    yield VersionReading(manifest, _Keys(client, manifest), self._plans)
+                    return
+            if version is not None:
+                raise missing(wanted, await self.versions())
+            # The newest was dropped between looking and holding: there is a newer one, or none.
 
-    async def read_tensor(self, version: WeightsVersion, entry: TensorEntry) -> Tensor:
+    @contextlib.asynccontextmanager
+    async def _lease(self, client: Any, version: WeightsVersion) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            with self._failures(f"weights {version}: cannot be held"):
+                await stack.enter_async_context(lease(client, version, self._lease_timeout_s))
+            yield
+
+    async def _read_manifest(self, client: Any, version: WeightsVersion) -> Manifest | None:
+        with self._failures(f"weights {version}: cannot be read"):
+            try:
+                manifest: Manifest = await client.get(manifest_key(version))
+            except KeyError:
+                return None
+            return manifest
+
+    async def num_readers(self) -> int:
         client = await self._client()
+        with self._failures("the leases on weights cannot be listed"):
+            return await self._watch.living(client)
 
-        async def read(record: PieceRecord) -> Tensor:
-            data: Tensor = await client.get(record.location)
+    # Dropping
+
+    async def drop(self, version: WeightsVersion) -> bool:
+        await self._delete_all(manifest_key(version))
+        client = await self._client()
+        with self._failures(f"weights {version}: cannot be dropped"):
+            if await self._watch.living(client, version):
+                return False
+        await self._delete_all(pieces_prefix(version))
+        return True
+
+    async def clean(self) -> None:
+        client = await self._client()
+        held = await self.versions()
+        with self._failures("the weights of former trainers cannot be removed"):
+            keys = await client.keys(WEIGHTS)
+        for version in {version_of(key) for key in keys} - set(held):
+            await self._delete_all(pieces_prefix(version))
+
+    async def _delete_all(self, prefix: str) -> None:
+        client = await self._client()
+        with self._failures(f"{prefix} cannot be deleted"):
+            await _bounded_gather(client.delete, await client.keys(prefix))
+
+
+class _Keys:
+    """Keeps `PieceSource`."""
+
+    def __init__(self, client: Any, manifest: Manifest) -> None:
+        self._client = client
+        self._manifest = manifest
+
+    async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
+        async def get(piece: PieceAddress) -> Tensor:
+            location = self._manifest.parts[piece.part].location
+            name = piece.record.name
+            try:
+                data: Tensor = await self._client.get(f"{location}.{name}")
+            except Exception as error:
+                raise WeightsError(
+                    f"weights {self._manifest.version}: cannot read the piece of {name} at "
+                    f"{piece.record.offsets}: {error}"
+                ) from error
             return data
 
-        try:
-            pieces = await _bounded_gather(read, entry.pieces)
-        except Exception as error:
-            raise WeightsError(f"weights {version}: cannot read {entry.name}: {error}") from error
-        return await asyncio.to_thread(assemble, version, entry, pieces)
+        return await _bounded_gather(get, pieces)
 
-    async def drop(self, version: WeightsVersion) -> None:
-        """Delete the manifest first, so that no reader starts on a version that is going away."""
-        client = await self._client()
-        for key in await client.keys(manifest_key(version)):
-            await client.delete(key)
-        await _bounded_gather(client.delete, await client.keys(pieces_prefix(version)))
+    def require_unchanged(self) -> None:
+        """What arrived is this process's own."""
 
 
 async def _bounded_gather(function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:

@@ -13,9 +13,11 @@ import pytest
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.protocols import WeightStore
 from forge_trainer.runtime.handles import GeneratorHandle
-from forge_trainer.runtime.lifecycle import running_services
+from forge_trainer.runtime.lifecycle import Services, running_services
 from forge_trainer.runtime.trainer import TrainerHandle
+from forge_trainer.weights.stores import open_store
 from tests.processes import descendants, shared_memory, wait_until_gone
 
 # eps=1e-2 keeps Adam from blowing rounding noise in tiny gradients up to a full step.
@@ -36,6 +38,8 @@ class Cluster:
 
     trainer: TrainerHandle
     generator: GeneratorHandle
+    services: Services
+    store: WeightStore
     model_dir: Path
     runner: asyncio.Runner
 
@@ -45,21 +49,26 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    model_dir: Path, folder: Path, trainer: TrainerConfig = TRAINER
+    model_dir: Path,
+    folder: Path,
+    trainer: TrainerConfig = TRAINER,
+    weights: WeightsConfig | None = None,
 ) -> Iterator[Cluster]:
     """Services on a loop of their own; afterwards no process and no shared memory is left."""
+    weights = weights or WeightsConfig()
     before, segments = descendants(), shared_memory()
     with asyncio.Runner() as runner:
         services = running_services(
             trainer,
             GENERATOR,
-            WeightsConfig(),
+            weights,
             model_dir=model_dir,
             checkpoint_folder=folder,
         )
         started = runner.run(services.__aenter__())
         try:
-            yield Cluster(started.trainer, started.generator, model_dir, runner)
+            store = open_store(started.store.address, weights)
+            yield Cluster(started.trainer, started.generator, started, store, model_dir, runner)
         finally:
             runner.run(services.__aexit__(None, None, None))
     assert not wait_until_gone(descendants() - before, timeout_s=15)

@@ -24,6 +24,7 @@ from forge_trainer.types import LossOutput, TrainBatch, World
 from tests.actors.conftest import TRAINER
 from tests.data import random_sequences
 from tests.ranks import RankPool
+from tests.weights import published_by
 
 ONE = TRAINER.model_copy(update={"num_ranks": 1})
 
@@ -47,7 +48,7 @@ def _one_step(rank: int, model_dir: Path, config: TrainerConfig) -> tuple[float,
     engine.forward_backward(batches, make_loss("grpo"))
     assert {p.grad.dtype for p in engine._model.parameters()} == {torch.float32}
     norm = engine.optim_step().grad_norm
-    pieces = {p.name: p.data for p in engine.weight_pieces(dtype=torch.bfloat16)}
+    pieces = published_by(engine, torch.bfloat16)
     engine.close()
     return norm, pieces
 

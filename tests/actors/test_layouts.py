@@ -29,8 +29,7 @@ from forge_trainer.engine.local import LocalEngine
 from forge_trainer.functional.objective import LOSSES, make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import create_tiny_model, load_causal_lm, load_weights
-from forge_trainer.protocols import EngineForwardBackward
-from forge_trainer.types import Normalize, SaveRequest, TrainSequence, World
+from forge_trainer.types import EngineForwardBackward, Normalize, SaveRequest, TrainSequence, World
 from tests.data import random_sequences
 from tests.ranks import RankPool
 

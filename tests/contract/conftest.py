@@ -15,12 +15,13 @@ from torch import Tensor
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.pieces import WeightsRef
 from forge_trainer.protocols import Trainer, WeightStore
 from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.lifecycle import STORE_NAME, running_services
-from forge_trainer.types import WeightsRef
+from forge_trainer.runtime.lifecycle import running_services
 from forge_trainer.weights.memory import MemoryWeightStore
-from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from forge_trainer.weights.stores import open_store
+from tests.weights import read_all
 
 INITIAL = "initial"
 CONFIG = TrainerConfig(
@@ -51,13 +52,7 @@ class Subject:
     def pushed(self) -> tuple[WeightsRef, dict[str, Tensor]]:
         """Publish, and read what was published."""
         ref: WeightsRef = self.run(self.trainer.push_weights())
-
-        async def read() -> dict[str, Tensor]:
-            manifest = await self.store.read_manifest(ref.version)
-            entries = manifest.tensors.items()
-            return {name: await self.store.read_tensor(ref.version, e) for name, e in entries}
-
-        return ref, self.run(read())
+        return ref, self.run(read_all(self.store, ref.version))[1]
 
     def reset(self) -> None:
         self.run(self.trainer.clear_gradients())
@@ -76,7 +71,7 @@ async def _started(
             model_dir=model_dir,
             checkpoint_folder=folder,
         ) as services:
-            yield services.trainer, TorchStoreWeightStore(STORE_NAME)
+            yield services.trainer, open_store(services.store.address, WeightsConfig())
         return
     store = MemoryWeightStore()
     trainer = await start_in_process_trainer(

@@ -26,6 +26,7 @@ from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.runtime.batches import GPU_FLEX_BLOCK
 from forge_trainer.types import SaveRequest
 from tests.data import random_sequences
+from tests.weights import published_by
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,14 +90,14 @@ def _engine(model_dir: Path, **options: Any) -> TitanEngine:
 def test_moving_to_the_host_frees_the_gpu_and_changes_no_value(tiny_qwen3: Path) -> None:
     engine = _engine(tiny_qwen3)
     _stepped(engine)
-    before = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    before = published_by(engine)
     held = torch.cuda.memory_allocated()
     engine.to("cpu")
     assert torch.cuda.memory_allocated() < held / 4
     with pytest.raises(EngineError, match=r"is on the CPU; call to\('cuda'\) first"):
         _stepped(engine)
     engine.to("cuda")
-    after = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    after = published_by(engine)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     moved = _stepped(engine)
     engine.close()
@@ -110,12 +111,12 @@ def test_a_save_beside_training_holds_the_state_of_its_call(
 ) -> None:
     engine = _engine(tiny_qwen3)
     _stepped(engine)
-    wanted = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    wanted = published_by(engine)
     engine.save(SaveRequest(str(tmp_path / "saved"), wait=False))
     _stepped(engine)
     engine.wait_for_save()
     engine.load(str(tmp_path / "saved"))
-    found = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    found = published_by(engine)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 

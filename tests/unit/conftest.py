@@ -57,10 +57,10 @@ def bench(request: pytest.FixtureRequest, tiny_qwen3: Path, tmp_path: Path) -> I
         generator = TransformersGenerator(
             GeneratorConfig(device="cpu", max_prompt_tokens=8),
             model_dir=tiny_qwen3,
-            store=store,
             dtype=torch.float32,
             seed=0,
         )
+        generator.use_store(store)
         runner.run(generator.setup())
         yield Bench(trainer, generator, store, runner)
         runner.run(generator.close())

@@ -32,6 +32,7 @@ from forge_trainer.hf import load_causal_lm, load_weights
 from forge_trainer.protocols import Engine
 from forge_trainer.types import LossOutput, OptimParams, SaveRequest, TrainBatch, TrainSequence
 from tests.data import random_sequences
+from tests.weights import published_by
 
 # eps=1e-2 keeps Adam from blowing rounding noise in tiny gradients up to a full step.
 CONFIG = TrainerConfig(
@@ -136,8 +137,8 @@ def test_parameters_agree_after_five_steps(model_dir: Path) -> None:
     )
     _five_steps(local, pack=False)
     _five_steps(titan, pack=True)
-    wanted = {p.name: p.data for p in local.weight_pieces(dtype=torch.float64)}
-    found = {p.name: p.data for p in titan.weight_pieces(dtype=torch.float64)}
+    wanted = published_by(local, torch.float64)
+    found = published_by(titan, torch.float64)
     start = load_weights(model_dir)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -150,7 +151,7 @@ def test_parameters_agree_after_five_steps(model_dir: Path) -> None:
 def test_weights_come_back_out_as_they_went_in(model_dir: Path) -> None:
     engine = TitanEngine(CONFIG, model_dir)
     engine.setup()
-    pieces = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    pieces = published_by(engine)
     given = load_weights(model_dir)
     assert pieces.keys() == given.keys()
     for name, tensor in given.items():
@@ -201,7 +202,7 @@ def test_the_padding_token_learns_where_a_document_holds_it(
     ).batches[0]
     engine.forward_backward(batch, make_loss("cross_entropy"))
     engine.optim_step(params=OptimParams(weight_decay=0.0))
-    pieces = {p.name: p.data for p in engine.weight_pieces(dtype=torch.float32)}
+    pieces = published_by(engine)
     name = "model.embed_tokens.weight"
     assert not torch.equal(pieces[name][0], load_weights(tiny_llama)[name][0])
 

@@ -12,11 +12,12 @@ import pytest
 from forge_trainer.config.schema import AlgorithmConfig
 from forge_trainer.functional.sequences import deal_minibatches
 from forge_trainer.metrics import Last, Mean, Metric
+from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
 from forge_trainer.runtime.pipeline import Pipeline
-from forge_trainer.runtime.tasks import run_with_background
 from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
+from forge_trainer.tasks import run_with_background
 from forge_trainer.types import (
     Episode,
     ForwardBackwardResult,
@@ -24,8 +25,6 @@ from forge_trainer.types import (
     OptimStepResult,
     TrainSequence,
     TrainStepResult,
-    WeightsRef,
-    WeightsVersion,
 )
 from tests.unit.test_small_functions import episode
 
@@ -57,7 +56,7 @@ class FakeTrainer:
 
     async def push_weights(self) -> WeightsRef:
         self.pushed.append(self.step)
-        return WeightsRef(WeightsVersion(0, self.step), 1, 4, "float32")
+        return WeightsRef(WeightsVersion(0, self.step), 1, 4, "float32", "memory")
 
     async def save(self, *, wait: bool) -> None:
         self.saved.append((self.step, wait))

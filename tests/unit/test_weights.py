@@ -1,8 +1,7 @@
-"""Manifests and the in-memory store: a version is whole, or it is an error that says which."""
+"""Manifests: a version is whole, or it is an error that says which."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import pytest
@@ -10,45 +9,74 @@ import torch
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import (
-    assemble,
     build_manifest,
     check_fits,
     checksum,
+    decode_layout,
+    describe_part,
+    encode_layout,
     is_verified,
-    record_piece,
+    num_bytes_of,
+    overlap,
+    require_piece,
+    tensors_of,
+    ties_of,
 )
-from forge_trainer.protocols import Manifest, PieceRecord, WeightPiece
-from forge_trainer.types import Verify, WeightsVersion
-from forge_trainer.weights.keys import manifest_key, piece_key, version_of_manifest
-from forge_trainer.weights.memory import MemoryWeightStore
+from forge_trainer.pieces import Manifest, PieceRecord, RankPieces, Verify, WeightsVersion
+from forge_trainer.weights.keys import lease_key, manifest_key, pieces_prefix, version_of
 
 VERSION = WeightsVersion(0, 3)
 FULL = torch.arange(12.0).reshape(4, 3)
 
 
-def _pieces(*row_ranges: tuple[int, int]) -> list[WeightPiece]:
-    return [WeightPiece("w", (4, 3), (start, 0), FULL[start:end]) for start, end in row_ranges]
+def _part(
+    *row_ranges: tuple[int, int], dtype: str = "float32", tied: tuple[str, ...] = ()
+) -> RankPieces:
+    records = [
+        PieceRecord("w", dtype, (4, 3), (start, 0), (end - start, 3), tied)
+        for start, end in row_ranges
+    ]
+    tensors = [FULL[start:end] for start, end in row_ranges]
+    return describe_part(records, tensors, version=VERSION, verify="full", location="here")
 
 
-def _records(*row_ranges: tuple[int, int]) -> list[PieceRecord]:
-    return [record_piece(piece, f"at{i}", VERSION) for i, piece in enumerate(_pieces(*row_ranges))]
+def _manifest(*parts: RankPieces) -> Manifest:
+    return build_manifest(VERSION, "memory", parts)
 
 
 def test_versions_are_ordered_by_epoch_first() -> None:
     assert WeightsVersion(0, 9) < WeightsVersion(1, 2) < WeightsVersion(1, 3)
-    assert version_of_manifest(manifest_key(WeightsVersion(2, 17))) == WeightsVersion(2, 17)
-    assert piece_key(VERSION, 1, "a.b") == "weights.e0v3.r1.a.b"
-    with pytest.raises(ValueError, match="not a manifest key"):
-        version_of_manifest("weights.e0v3")
 
 
-def test_a_tensor_comes_back_from_its_pieces_in_any_order() -> None:
-    manifest = build_manifest(VERSION, _records((2, 4), (0, 2)))
-    entry = manifest.tensors["w"]
-    by_location = {"at0": FULL[2:4], "at1": FULL[0:2]}
-    whole = assemble(VERSION, entry, [by_location[piece.location] for piece in entry.pieces])
-    assert torch.equal(whole, FULL)
-    assert manifest.num_bytes == 48
+def test_every_key_names_its_version() -> None:
+    version = WeightsVersion(2, 17)
+    assert pieces_prefix(version, 1) == "weights.e2v17.r1"
+    for key in (
+        manifest_key(version),
+        pieces_prefix(version) + ".r0.model.norm.weight",
+        lease_key(version, "5f0c", 3),
+        str(version),
+    ):
+        assert version_of(key) == version
+    with pytest.raises(ValueError, match="names no weights version"):
+        version_of("weights.model")
+
+
+def test_a_layout_comes_back_as_it_was() -> None:
+    records = (
+        PieceRecord("a", "bfloat16", (4, 3), (2, 0), (2, 3), ("b",)),
+        PieceRecord("n", "int64", (), (), ()),
+    )
+    assert decode_layout(encode_layout(records)) == records
+    assert [record.num_bytes for record in records] == [12, 8]
+
+
+def test_a_manifest_knows_its_tensors_whatever_rank_wrote_them() -> None:
+    manifest = _manifest(_part((2, 4)), _part((0, 2)))
+    entry = tensors_of(manifest)["w"]
+    assert [piece.record.offsets for piece in entry.pieces] == [(0, 0), (2, 0)]
+    assert [(piece.part, piece.index) for piece in entry.pieces] == [(1, 0), (0, 0)]
+    assert num_bytes_of(manifest) == 48
 
 
 @pytest.mark.parametrize(
@@ -62,25 +90,34 @@ def test_a_tensor_comes_back_from_its_pieces_in_any_order() -> None:
 )
 def test_holes_and_overlaps_are_not_published(ranges: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(WeightsError, match=f"e0v3: .*{message}"):
-        build_manifest(VERSION, _records(*ranges))
+        _manifest(*(_part(rows) for rows in ranges))
 
 
 def test_ranks_must_agree_on_a_tensor() -> None:
-    first, second = _records((0, 2), (2, 4))
-    with pytest.raises(WeightsError, match="ranks disagree on w"):
-        build_manifest(VERSION, [first, dataclasses.replace(second, dtype="bfloat16")])
+    for other in (_part((2, 4), dtype="bfloat16"), _part((2, 4), tied=("v",))):
+        with pytest.raises(WeightsError, match="ranks disagree on w"):
+            _manifest(_part((0, 2)), other)
     with pytest.raises(WeightsError, match="no rank wrote any tensor"):
-        build_manifest(VERSION, [])
+        _manifest()
+
+
+def test_what_rectangles_share() -> None:
+    assert overlap((0, 0), (4, 3), (2, 1), (4, 1)) == ((2, 1), (2, 1))
+    assert overlap((0, 0), (2, 3), (2, 0), (2, 3)) is None
+    assert overlap((), (), (), ()) == ((), ())
 
 
 def test_a_flipped_byte_is_caught_with_version_and_tensor() -> None:
-    entry = build_manifest(VERSION, _records((0, 4))).tensors["w"]
+    manifest = _manifest(_part((0, 4)))
+    (piece,) = tensors_of(manifest)["w"].pieces
+    require_piece(manifest, piece, FULL)
     damaged = FULL.clone()
     damaged.view(torch.uint8)[1, 5] ^= 1
     with pytest.raises(WeightsError, match="e0v3: checksum of w at"):
-        assemble(VERSION, entry, [damaged])
-    with pytest.raises(WeightsError, match="piece of w .* the manifest says"):
-        assemble(VERSION, entry, [FULL[:2]])
+        require_piece(manifest, piece, damaged)
+    for other in (FULL[:2], FULL.bfloat16()):
+        with pytest.raises(WeightsError, match="piece of w .* the manifest says"):
+            require_piece(manifest, piece, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -92,7 +129,7 @@ def test_checksums_depend_on_values_not_on_strides(dtype: torch.dtype) -> None:
 
 
 def test_a_reader_wants_exactly_its_own_tensors() -> None:
-    manifest = build_manifest(VERSION, _records((0, 4)))
+    manifest = _manifest(_part((0, 4)))
     check_fits(manifest, {"w": ((4, 3), "float32")})
     for expected, message in (
         ({"w": ((4, 3), "float32"), "b": ((4,), "float32")}, r"missing \['b'\]"),
@@ -104,23 +141,14 @@ def test_a_reader_wants_exactly_its_own_tensors() -> None:
             check_fits(manifest, expected)
 
 
-def test_a_version_exists_once_its_manifest_does() -> None:
-    async def scenario() -> None:
-        store = MemoryWeightStore()
-        records = await store.write_pieces(VERSION, 0, _pieces((0, 4)))
-        assert await store.versions() == []
-        with pytest.raises(WeightsError, match="e0v3 do not exist"):
-            await store.read_manifest(VERSION)
-        await store.commit(build_manifest(VERSION, records))
-        manifest: Manifest = await store.read_manifest(VERSION)
-        whole = await store.read_tensor(VERSION, manifest.tensors["w"])
-        assert torch.equal(whole, FULL)
-        await store.drop(VERSION)
-        assert await store.versions() == []
-        with pytest.raises(WeightsError, match="piece .* of w is gone"):
-            await store.read_tensor(VERSION, manifest.tensors["w"])
-
-    asyncio.run(scenario())
+def test_a_tied_tensor_answers_to_all_its_names() -> None:
+    manifest = _manifest(_part((0, 4), tied=("head",)))
+    fact = ((4, 3), "float32")
+    assert ties_of(manifest) == {"head": "w"}
+    for names in (["w"], ["head"], ["w", "head"]):
+        check_fits(manifest, dict.fromkeys(names, fact))
+    with pytest.raises(WeightsError, match=r"missing \['other'\]"):
+        check_fits(manifest, {"w": fact, "other": fact})
 
 
 def test_a_sample_verifies_every_tensor_once_in_eight_versions() -> None:
@@ -137,17 +165,19 @@ def test_a_sample_verifies_every_tensor_once_in_eight_versions() -> None:
 @pytest.mark.parametrize(("verify", "catches"), [("full", 8), ("sample", 1), ("off", 0)])
 def test_a_flipped_byte_is_caught_as_often_as_is_asked_for(verify: Verify, catches: int) -> None:
     """In eight versions of one tensor; shapes and dtypes are compared in any case."""
+    record = PieceRecord("w", "float32", (4, 3), (0, 0), (4, 3))
+    damaged = FULL.clone()
+    damaged.view(torch.uint8)[1, 5] ^= 1
     caught = 0
     for policy_version in range(8):
         version = WeightsVersion(0, policy_version)
-        records = [record_piece(piece, "at0", version, verify) for piece in _pieces((0, 4))]
-        entry = build_manifest(version, records).tensors["w"]
-        damaged = FULL.clone()
-        damaged.view(torch.uint8)[1, 5] ^= 1
+        part = describe_part([record], [FULL], version=version, verify=verify, location="here")
+        manifest = dataclasses.replace(_manifest(part), version=version)
+        (piece,) = tensors_of(manifest)["w"].pieces
         try:
-            assemble(version, entry, [damaged])
+            require_piece(manifest, piece, damaged)
         except WeightsError:
             caught += 1
         with pytest.raises(WeightsError, match="the manifest says"):
-            assemble(version, entry, [FULL[:2]])
+            require_piece(manifest, piece, FULL[:2])
     assert caught == catches

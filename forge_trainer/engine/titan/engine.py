@@ -16,15 +16,13 @@ from torchtitan.distributed import ParallelDims
 
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
-from forge_trainer.protocols import (
-    EngineFacts,
-    EngineForwardBackward,
-    MicrobatchOutput,
-    WeightPiece,
-)
+from forge_trainer.pieces import WeightPiece
+from forge_trainer.status import EngineFacts
 from forge_trainer.types import (
     CheckpointInfo,
+    EngineForwardBackward,
     LossFn,
+    MicrobatchOutput,
     Normalize,
     OptimParams,
     OptimStepResult,

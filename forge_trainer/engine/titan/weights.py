@@ -12,23 +12,31 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from forge_trainer.protocols import WeightPiece
+from forge_trainer.pieces import WeightPiece
+
+TIED = {"model.embed_tokens.weight": ("lm_head.weight",)}
+"""Hugging Face's names of tied embeddings: the one they are published under, and the other."""
 
 
 def hf_pieces(
     model: Decoder, adapter: BaseStateDictAdapter, *, dtype: torch.dtype
 ) -> Iterator[WeightPiece]:
-    """Copies, on the CPU, of what this rank alone is responsible for.
+    """What this rank alone is responsible for; views of the model where it needs no reshaping.
 
     A tensor replicated over an axis comes from that axis's first rank; an empty shard from none.
     """
     parameters = {_plain(name) for name, _ in model.named_parameters()}
+    tied = TIED if getattr(model.config, "enable_weight_tying", False) else {}
     for name, value in model.state_dict().items():
         target_dtype = dtype if name in parameters else value.dtype
         for hf_name, hf_value in adapter.to_hf({name: _splittable(model, name, value)}).items():
-            piece = _own_piece(hf_name, hf_value, target_dtype)
-            if piece is not None:
-                yield piece
+            rectangle = _own_rectangle(hf_value)
+            if rectangle is not None:
+                offsets, data = rectangle
+                shape = tuple(hf_value.shape)
+                yield WeightPiece(
+                    hf_name, shape, offsets, data, target_dtype, tied.get(hf_name, ())
+                )
 
 
 def _plain(name: str) -> str:
@@ -62,22 +70,18 @@ def _splittable(model: Decoder, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _own_piece(name: str, value: Tensor, dtype: torch.dtype) -> WeightPiece | None:
-    shape = tuple(value.shape)
+def _own_rectangle(value: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+    """Offsets and data; None if another rank is responsible, or there is nothing."""
     if not isinstance(value, DTensor):
-        return WeightPiece(name, shape, (0,) * len(shape), _cpu_copy(value, dtype))
+        return (0,) * value.dim(), value.detach()
     mesh, placements = value.device_mesh, value.placements
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
     for coordinate, placement in zip(coordinates, placements, strict=True):
         if isinstance(placement, Replicate) and coordinate != 0:
             return None
-    local = value.to_local()
+    local = value.to_local().detach()
     if local.numel() == 0:
         return None
     _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    return WeightPiece(name, shape, tuple(int(o) for o in offsets), _cpu_copy(local, dtype))
-
-
-def _cpu_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    return tuple(int(offset) for offset in offsets), local

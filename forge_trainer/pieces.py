@@ -1,0 +1,162 @@
+"""What published weights are made of: versions, pieces of tensors, and the manifest over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Verify = Literal["full", "sample", "off"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WeightsVersion:
+    """Totally ordered name of a set of weights; every load or restart opens a new epoch."""
+
+    epoch: int
+    policy_version: int
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}v{self.policy_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """What `push_weights` published, and what `pull_weights` takes."""
+
+    version: WeightsVersion
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+    transport: str
+    """How the pieces travel: shared_memory, torchstore or memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a weight store is reached."""
+
+    transport: str
+    location: str
+    """The folder of a shared-memory store, or the name of a torchstore."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """One rank's rectangle of one tensor in Hugging Face layout, on its way to a store."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: Tensor
+    """On any device. May be a view of a live parameter: it says what that says when it is read."""
+    dtype: torch.dtype
+    """What it is published in."""
+    tied: tuple[str, ...] = ()
+    """Further names of the same tensor."""
+
+    @property
+    def record(self) -> PieceRecord:
+        shape = tuple(self.data.shape)
+        return PieceRecord(
+            self.name, dtype_name(self.dtype), self.global_shape, self.offsets, shape, self.tied
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRecord:
+    """What a published piece is, without its values."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    tied: tuple[str, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RankPieces:
+    """What one rank wrote of one version."""
+
+    layout: bytes
+    """Its `PieceRecord`s, encoded; the same bytes from version to version, so read once."""
+    checksums: tuple[bytes, ...]
+    """xxh3-128 of every piece's bytes, in the order of the layout; empty if it is not verified."""
+    location: str
+    """Where the store keeps them."""
+
+
+@dataclass(slots=True)
+class StagedPieces:
+    """Pieces of one rank on their way into a store, see `WeightStore.stage`."""
+
+    version: WeightsVersion
+    rank: int
+    records: tuple[PieceRecord, ...]
+    sources: list[Tensor]
+    """What to publish; empty once it is copied."""
+    copies: list[Tensor]
+    """Where it is copied to: on the CPU, in the published dtype."""
+    location: str
+    ready: torch.cuda.Event | None = None
+    """Passed when the GPU has computed the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """What one rank says of the pieces it staged."""
+
+    names: tuple[str, ...]
+    num_bytes: int
+    written: RankPieces | None
+    """None while they are being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceAddress:
+    """A piece in a manifest."""
+
+    part: int
+    """Index of what its rank wrote, in `Manifest.parts`."""
+    index: int
+    """Index in that part's layout."""
+    record: PieceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor and the pieces that tile it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[PieceAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole of one weights version. Written last: a version exists when its manifest does.
+
+    `forge_trainer.functional.manifests` builds and reads it.
+    """
+
+    version: WeightsVersion
+    transport: str
+    parts: tuple[RankPieces, ...]

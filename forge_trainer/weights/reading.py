@@ -1,0 +1,209 @@
+"""Reading a version: everything is fetched and verified before any live tensor is touched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forge_trainer.errors import TornWeightsError, WeightsError
+from forge_trainer.functional.manifests import (
+    check_fits,
+    overlap,
+    require_piece,
+    tensors_of,
+    ties_of,
+)
+from forge_trainer.pieces import Manifest, PieceAddress, TensorEntry, dtype_name
+from forge_trainer.tasks import to_the_end
+
+
+class PieceSource(Protocol):
+    """How a transport gives the pieces of a version that a reader holds."""
+
+    async def fetch(self, pieces: Sequence[PieceAddress]) -> Sequence[Tensor]:
+        """The pieces on the CPU, whole, and good as long as the version is held.
+
+        Raises:
+            WeightsError: a piece is gone.
+        """
+        ...
+
+    def require_unchanged(self) -> None:
+        """Raises WeightsError if what `fetch` gave was overwritten since."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What of a piece goes where."""
+
+    piece: PieceAddress
+    region: tuple[slice, ...] | None
+    """None: all of it."""
+    destination: Tensor
+
+
+class Plans:
+    """The copies of the last pull: of the next one, too, if layout and destinations are the same.
+
+    Working them out costs more than copying where tensors are small.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._copies: list[_Copy] = []
+
+    def plan(self, manifest: Manifest, destinations: Mapping[str, Tensor]) -> list[_Copy]:
+        """All copies that fill the destinations."""
+        layouts = tuple(part.layout for part in manifest.parts)
+        where = tuple((name, id(t), _local(t).data_ptr()) for name, t in destinations.items())
+        if self._key != (layouts, where):
+            self._copies = []
+            for name, destination in destinations.items():
+                self._copies += _copies(find_entry(manifest, name), destination)
+            self._key = (layouts, where)
+        return self._copies
+
+
+class VersionReading:
+    """One version that is held until the reader is done; made by `WeightStore.reading`."""
+
+    def __init__(self, manifest: Manifest, source: PieceSource, plans: Plans) -> None:
+        self.manifest = manifest
+        self._source = source
+        self._plans = plans
+
+    async def load_into(self, destinations: Mapping[str, Tensor]) -> None:
+        """Fill a whole model in place; the destinations must be the version's tensors.
+
+        Raises:
+            WeightsError: names, shapes, dtypes or checksums differ, or a piece is gone. The
+                destinations are untouched.
+            TornWeightsError: filling them failed half way.
+        """
+        expected = {name: (tuple(t.shape), dtype_name(t.dtype)) for name, t in destinations.items()}
+        check_fits(self.manifest, expected)
+        await self.read_into(destinations)
+
+    async def read_into(self, destinations: Mapping[str, Tensor]) -> None:
+        """Fill tensors of the version in place; a DTensor gets the shard that is its own.
+
+        Raises: like `load_into`, but for names that are left out.
+        """
+        await to_the_end(self._read_into(destinations))
+
+    async def read(
+        self, name: str, *, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor on the CPU, or the rectangle of it that begins at `offsets`.
+
+        Raises:
+            WeightsError: there is no such tensor or rectangle, or a piece of it is damaged.
+        """
+        entry = find_entry(self.manifest, name)
+        offsets = tuple(offsets or (0,) * len(entry.global_shape))
+        shape = entry.global_shape if shape is None else tuple(shape)
+        if len(offsets) != len(entry.global_shape) or any(
+            start < 0 or size < 0 or start + size > extent
+            for start, size, extent in zip(offsets, shape, entry.global_shape, strict=True)
+        ):
+            raise WeightsError(
+                f"weights {self.manifest.version}: {name} of shape {entry.global_shape} has no "
+                f"rectangle of shape {shape} at {offsets}"
+            )
+        tensor = torch.empty(shape, dtype=entry.pieces[0].record.torch_dtype)
+        await to_the_end(self._fill(_copies_of_region(entry, offsets, tensor)))
+        return tensor
+
+    async def _read_into(self, destinations: Mapping[str, Tensor]) -> None:
+        await self._fill(self._plans.plan(self.manifest, destinations))
+
+    async def _fill(self, copies: Sequence[_Copy]) -> None:
+        pieces = list({(c.piece.part, c.piece.index): c.piece for c in copies}.values())
+        fetched = await self._source.fetch(pieces)
+        await asyncio.to_thread(self._verify_and_copy, copies, pieces, fetched)
+
+    @torch.no_grad()
+    def _verify_and_copy(
+        self, copies: Sequence[_Copy], pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]
+    ) -> None:
+        by_piece = {}
+        for piece, data in zip(pieces, fetched, strict=True):
+            require_piece(self.manifest, piece, data)
+            by_piece[piece.part, piece.index] = data
+        self._source.require_unchanged()
+        try:
+            sources = [by_piece[copy.piece.part, copy.piece.index] for copy in copies]
+            torch._foreach_copy_(
+                [copy.destination for copy in copies],
+                [
+                    source if copy.region is None else source[copy.region]
+                    for source, copy in zip(sources, copies, strict=True)
+                ],
+            )
+            if any(copy.destination.is_cuda for copy in copies):
+                torch.cuda.synchronize()
+            self._source.require_unchanged()
+        except Exception as error:
+            raise TornWeightsError(
+                f"weights {self.manifest.version} were loaded in part only: {error}; pull again "
+                "before these tensors are used"
+            ) from error
+
+
+def find_entry(manifest: Manifest, name: str) -> TensorEntry:
+    """The tensor of that name; a tied one has several.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    tensors = tensors_of(manifest)
+    entry = tensors.get(name) or tensors.get(ties_of(manifest).get(name, name))
+    if entry is None:
+        raise WeightsError(f"weights {manifest.version} have no tensor {name}")
+    return entry
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(entry: TensorEntry, destination: Tensor) -> list[_Copy]:
+    if not isinstance(destination, DTensor):
+        return _copies_of_region(entry, (0,) * destination.dim(), destination.detach())
+    _, offsets = compute_local_shape_and_global_offset(
+        destination.shape, destination.device_mesh, destination.placements
+    )
+    return _copies_of_region(entry, offsets, _local(destination).detach())
+
+
+def _copies_of_region(
+    entry: TensorEntry, offsets: Sequence[int], destination: Tensor
+) -> list[_Copy]:
+    """The copies that fill `destination`, which lies at `offsets` of the tensor."""
+    copies = []
+    for piece in entry.pieces:
+        record = piece.record
+        shared = overlap(record.offsets, record.shape, offsets, destination.shape)
+        if shared is None:
+            continue
+        starts, shape = shared
+        source = None if shape == record.shape else _slices(starts, shape, record.offsets)
+        copies.append(_Copy(piece, source, destination[_slices(starts, shape, offsets)]))
+    return copies
+
+
+def _slices(
+    starts: Sequence[int], shape: Sequence[int], origin: Sequence[int]
+) -> tuple[slice, ...]:
+    return tuple(
+        slice(start - zero, start - zero + size)
+        for start, size, zero in zip(starts, shape, origin, strict=True)
+    )

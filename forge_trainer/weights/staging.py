@@ -1,0 +1,105 @@
+"""Copies of a rank's pieces on the host, and the check that they are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forge_trainer.errors import WeightsError
+from forge_trainer.pieces import PieceRecord, StagedPieces, WeightPiece, WeightsVersion
+
+
+class PieceCopier:
+    """Copies pieces from any device into host memory, casting on the way.
+
+    From a GPU they go through two pinned buffers in turn, on a stream of their own, so that
+    training does not wait for them and one is emptied while the other fills.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def copy(self, staged: StagedPieces, runs: Sequence[Tensor] | None = None) -> None:
+        """Fill `staged.copies` from its sources.
+
+        `runs` are the same numbers in fewer tensors, where there are some.
+
+        Raises:
+            WeightsError: a value is not finite in the dtype that is published.
+        """
+        if any(source.is_cuda for source in staged.sources):
+            self._copy_from_gpu(staged)
+        elif staged.sources:
+            torch._foreach_copy_(staged.copies, staged.sources)
+        staged.sources = []
+        if not all(_sum_is_finite(run) for run in (staged.copies if runs is None else runs)):
+            _require_finite(staged.version, staged.records, staged.copies)
+
+    def _copy_from_gpu(self, staged: StagedPieces) -> None:
+        largest = max(copy.nbytes for copy in staged.copies)
+        if not self._pinned or self._pinned[0].nbytes < largest:
+            self._pinned = [
+                torch.empty(largest, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if staged.ready is not None:
+            self._stream.wait_event(staged.ready)
+        waiting: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
+        for index, (source, copy) in enumerate(zip(staged.sources, staged.copies, strict=True)):
+            buffer = self._pinned[index % 2][: copy.nbytes].view(copy.dtype).view(copy.shape)
+            with torch.cuda.StreamContext(self._stream):
+                buffer.copy_(source.to(copy.dtype), non_blocking=True)
+                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                arrived.record(self._stream)
+            if waiting is not None:
+                _empty(*waiting)
+            waiting = (copy, buffer, arrived)
+        if waiting is not None:
+            _empty(*waiting)
+
+
+def _empty(copy: Tensor, buffer: Tensor, arrived: torch.cuda.Event) -> None:
+    arrived.synchronize()
+    copy.copy_(buffer)
+
+
+def sources_of(pieces: Sequence[WeightPiece]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """What the pieces are to be read from, and when a GPU will have computed it."""
+    sources = [piece.data.detach() for piece in pieces]
+    if not any(source.is_cuda for source in sources):
+        return sources, None
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record()
+    return sources, ready
+
+
+def _sum_is_finite(tensor: Tensor) -> bool:
+    """A sum of finite numbers may overflow, but one with a nan or infinity in it is not finite."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum()))
+
+
+def _require_finite(
+    version: WeightsVersion, records: Sequence[PieceRecord], tensors: Sequence[Tensor]
+) -> None:
+    for record, tensor in zip(records, tensors, strict=True):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise WeightsError(f"weights {version}: {record.name} is not finite; not published")
+
+
+class HostBuffers:
+    """Memory for copies that a transport sends on, kept for the next version."""
+
+    def __init__(self) -> None:
+        self._records: tuple[PieceRecord, ...] = ()
+        self._buffers: list[Tensor] = []
+
+    def take(self, records: tuple[PieceRecord, ...]) -> list[Tensor]:
+        """One tensor per record; what they held before is lost."""
+        if records != self._records:
+            self._records = records
+            self._buffers = [torch.empty(r.shape, dtype=r.torch_dtype) for r in records]
+        return self._buffers

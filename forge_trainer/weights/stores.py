@@ -1,0 +1,30 @@
+"""Which store is behind an address: the place to add a transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.pieces import StoreAddress
+from forge_trainer.protocols import WeightStore
+
+
+def open_store(address: StoreAddress, config: WeightsConfig) -> WeightStore:
+    """This process's access to a store that runs already.
+
+    Raises:
+        WeightsError: it is gone.
+    """
+    if address.transport == "shared_memory":
+        from .shared_memory import SharedMemoryWeightStore
+
+        return SharedMemoryWeightStore(Path(address.location), config.verify)
+    if address.transport == "torchstore":
+        from .torchstore import TorchStoreWeightStore
+
+        return TorchStoreWeightStore(
+            address.location, config.verify, lease_timeout_s=config.lease_timeout_s
+        )
+    from .memory import MemoryWeightStore
+
+    return MemoryWeightStore(config.verify)
