@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import torch
@@ -48,6 +51,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
     """One rank's rectangle of one tensor in Hugging Face layout, on its way to a store."""
@@ -83,12 +92,54 @@ class PieceRecord:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return _torch_dtype(self.dtype)
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+class Layout:
+    """The pieces of one rank, in order, and what follows from them alone.
+
+    It is the same from version to version, so a store keeps it: with hundreds of small tensors,
+    working it out again takes longer than copying them.
+    """
+
+    def __init__(self, records: tuple[PieceRecord, ...]) -> None:
+        self.records = records
+        self.num_bytes = sum(record.num_bytes for record in records)
+        self.encoded = json.dumps([astuple(record) for record in records]).encode()
+
+    @classmethod
+    def of(cls, pieces: Sequence[WeightPiece], last: Layout | None) -> Layout:
+        """Of these pieces; `last` itself if it is the same."""
+        if last is not None and last.describes(pieces):
+            return last
+        return cls(tuple(piece.record for piece in pieces))
+
+    def describes(self, pieces: Sequence[WeightPiece]) -> bool:
+        """True if it is the layout of these pieces."""
+        return len(pieces) == len(self.records) and all(
+            piece.name == record.name
+            and piece.data.shape == record.shape
+            and piece.offsets == record.offsets
+            and piece.global_shape == record.global_shape
+            and piece.dtype == record.torch_dtype
+            and piece.tied == record.tied
+            for piece, record in zip(pieces, self.records, strict=True)
+        )
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def decode(encoded: bytes) -> Layout:
+        """The layout that was encoded so."""
+        return Layout(
+            tuple(
+                PieceRecord(name, dtype, tuple(whole), tuple(offsets), tuple(shape), tuple(tied))
+                for name, dtype, whole, offsets, shape, tied in json.loads(encoded)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +147,7 @@ class RankPieces:
     """What one rank wrote of one version."""
 
     layout: bytes
-    """Its `PieceRecord`s, encoded; the same bytes from version to version, so read once."""
+    """Its `Layout`, encoded: the same bytes from version to version, so decoded once."""
     checksums: tuple[bytes, ...]
     """xxh3-128 of every piece's bytes, in the order of the layout; empty if it is not verified."""
     location: str
@@ -109,7 +160,7 @@ class StagedPieces:
 
     version: WeightsVersion
     rank: int
-    records: tuple[PieceRecord, ...]
+    layout: Layout
     sources: list[Tensor]
     """What to publish; empty once it is copied."""
     copies: list[Tensor]

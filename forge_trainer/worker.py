@@ -162,9 +162,9 @@ class Worker:
 
         staged = await self._run("stage_weights", stage)
         self._writing = asyncio.create_task(self._store.write(staged), name=f"write {version}")
-        names = tuple(record.name for record in staged.records)
-        num_bytes = sum(record.num_bytes for record in staged.records)
-        return StagedWeights(names, num_bytes, await self._writing if wait else None)
+        names = tuple(record.name for record in staged.layout.records)
+        written = await self._writing if wait else None
+        return StagedWeights(names, staged.layout.num_bytes, written)
 
     async def written_weights(self) -> RankPieces:
         """What became of the pieces that were staged last."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 
 import torch
 import xxhash
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.pieces import (
+    Layout,
     Manifest,
     PieceAddress,
     PieceRecord,
@@ -45,7 +44,7 @@ def checksum(tensor: Tensor) -> bytes:
 
 
 def describe_part(
-    records: Sequence[PieceRecord],
+    layout: Layout,
     tensors: Sequence[Tensor],
     *,
     version: WeightsVersion,
@@ -55,23 +54,9 @@ def describe_part(
     """What a rank says of the pieces it wrote; `tensors` hold the published bytes."""
     checksums = tuple(
         checksum(tensor) if is_verified(record.name, version, verify) else b""
-        for record, tensor in zip(records, tensors, strict=True)
+        for record, tensor in zip(layout.records, tensors, strict=True)
     )
-    return RankPieces(encode_layout(tuple(records)), checksums, location)
-
-
-@functools.lru_cache(maxsize=8)
-def encode_layout(records: tuple[PieceRecord, ...]) -> bytes:
-    return json.dumps([astuple(record) for record in records]).encode()
-
-
-@functools.lru_cache(maxsize=64)
-def decode_layout(layout: bytes) -> tuple[PieceRecord, ...]:
-    """The records that `encode_layout` was given."""
-    return tuple(
-        PieceRecord(name, dtype, tuple(whole), tuple(offsets), tuple(shape), tuple(tied))
-        for name, dtype, whole, offsets, shape, tied in json.loads(layout)
-    )
+    return RankPieces(layout.encoded, checksums, location)
 
 
 def build_manifest(
@@ -111,15 +96,14 @@ def ties_of(manifest: Manifest) -> dict[str, str]:
 
 def num_bytes_of(manifest: Manifest) -> int:
     """Bytes of all pieces."""
-    layouts = (decode_layout(part.layout) for part in manifest.parts)
-    return sum(record.num_bytes for record in itertools.chain(*layouts))
+    return sum(Layout.decode(part.layout).num_bytes for part in manifest.parts)
 
 
 @functools.lru_cache(maxsize=8)
 def _read_layouts(layouts: tuple[bytes, ...]) -> dict[str, TensorEntry]:
     by_name: dict[str, list[PieceAddress]] = {}
     for part, layout in enumerate(layouts):
-        for index, record in enumerate(decode_layout(layout)):
+        for index, record in enumerate(Layout.decode(layout).records):
             by_name.setdefault(record.name, []).append(PieceAddress(part, index, record))
     tensors = {}
     for name in sorted(by_name):
@@ -166,8 +150,8 @@ def require_piece(manifest: Manifest, address: PieceAddress, data: Tensor) -> No
         WeightsError: another shape, dtype or (if there is one) checksum.
     """
     record, version = address.record, manifest.version
-    found = (tuple(data.shape), dtype_name(data.dtype))
-    if found != (record.shape, record.dtype):
+    if data.shape != record.shape or data.dtype != record.torch_dtype:
+        found = (tuple(data.shape), dtype_name(data.dtype))
         raise WeightsError(
             f"weights {version}: piece of {record.name} at {record.offsets} is {found}, the "
             f"manifest says {(record.shape, record.dtype)}"
@@ -179,8 +163,13 @@ def require_piece(manifest: Manifest, address: PieceAddress, data: Tensor) -> No
         )
 
 
-def check_fits(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    """A reader's tensors, name -> (shape, dtype), must be those of the manifest, one for one.
+def check_fits(
+    manifest: Manifest,
+    expected: Mapping[str, tuple[tuple[int, ...], str]],
+    *,
+    whole: bool = True,
+) -> None:
+    """A reader's tensors, name -> (shape, dtype), must be in the manifest; if `whole`, be all.
 
     A tensor that the manifest says is tied may be expected under any of its names, or several.
 
@@ -190,7 +179,8 @@ def check_fits(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...],
     tensors, ties = tensors_of(manifest), ties_of(manifest)
     found = {name: tensors.get(ties.get(name, name)) for name in expected}
     missing = sorted(name for name, entry in found.items() if entry is None)
-    extra = sorted(tensors.keys() - {entry.name for entry in found.values() if entry is not None})
+    taken = {entry.name for entry in found.values() if entry is not None}
+    extra = sorted(tensors.keys() - taken) if whole else []
     different = [
         f"{name} is {(entry.global_shape, entry.dtype)}, the model has {expected[name]}"
         for name, entry in found.items()

@@ -13,6 +13,7 @@ from torch import Tensor
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import describe_part
 from forge_trainer.pieces import (
+    Layout,
     Manifest,
     PieceAddress,
     RankPieces,
@@ -51,8 +52,8 @@ class MemoryWeightStore:
         pieces = list(pieces)
         sources, ready = sources_of(pieces)
         copies = [torch.empty(piece.data.shape, dtype=piece.dtype) for piece in pieces]
-        records = tuple(piece.record for piece in pieces)
-        staged = StagedPieces(version, rank, records, sources, copies, str(rank), ready)
+        layout = Layout.of(pieces, None)
+        staged = StagedPieces(version, rank, layout, sources, copies, str(rank), ready)
         if not in_place:
             self._copier.copy(staged)
         return staged
@@ -65,7 +66,7 @@ class MemoryWeightStore:
             self._copier.copy(staged)
         self._pieces[staged.version, staged.rank] = staged.copies
         return describe_part(
-            staged.records,
+            staged.layout,
             staged.copies,
             version=staged.version,
             verify=self._verify,

@@ -50,26 +50,53 @@ class _Copy:
     destination: Tensor
 
 
-class Plans:
-    """The copies of the last pull: of the next one, too, if layout and destinations are the same.
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How pieces fill destinations."""
 
-    Working them out costs more than copying where tensors are small.
+    pieces: list[PieceAddress]
+    """Each that is needed, once."""
+    copies: list[tuple[int, tuple[slice, ...] | None, Tensor]]
+    """(index of the piece, what of it, None for all, where to)."""
+
+    @classmethod
+    def of(cls, copies: Sequence[_Copy]) -> _Plan:
+        pieces: dict[tuple[int, int], tuple[int, PieceAddress]] = {}
+        planned = []
+        for copy in copies:
+            key = (copy.piece.part, copy.piece.index)
+            index, _ = pieces.setdefault(key, (len(pieces), copy.piece))
+            planned.append((index, copy.region, copy.destination))
+        return cls([piece for _, piece in pieces.values()], planned)
+
+
+class Plans:
+    """The plan of the last pull: of the next one, too, if layout and destinations are the same.
+
+    Making it takes longer than copying where tensors are small.
     """
 
     def __init__(self) -> None:
         self._key: object = None
-        self._copies: list[_Copy] = []
+        self._plan = _Plan([], [])
 
-    def plan(self, manifest: Manifest, destinations: Mapping[str, Tensor]) -> list[_Copy]:
-        """All copies that fill the destinations."""
+    def plan(self, manifest: Manifest, destinations: Mapping[str, Tensor], *, whole: bool) -> _Plan:
+        """How to fill the destinations; if `whole`, they must be all tensors of the version.
+
+        Raises:
+            WeightsError: they do not fit.
+        """
         layouts = tuple(part.layout for part in manifest.parts)
         where = tuple((name, id(t), _local(t).data_ptr()) for name, t in destinations.items())
-        if self._key != (layouts, where):
-            self._copies = []
+        key = (whole, layouts, where)
+        if key != self._key:
+            expected = {n: (tuple(t.shape), dtype_name(t.dtype)) for n, t in destinations.items()}
+            check_fits(manifest, expected, whole=whole)
+            copies: list[_Copy] = []
             for name, destination in destinations.items():
-                self._copies += _copies(find_entry(manifest, name), destination)
-            self._key = (layouts, where)
-        return self._copies
+                copies += _copies(find_entry(manifest, name), destination)
+            self._plan, self._key = _Plan.of(copies), key
+        return self._plan
 
 
 class VersionReading:
@@ -88,16 +115,14 @@ class VersionReading:
                 destinations are untouched.
             TornWeightsError: filling them failed half way.
         """
-        expected = {name: (tuple(t.shape), dtype_name(t.dtype)) for name, t in destinations.items()}
-        check_fits(self.manifest, expected)
-        await self.read_into(destinations)
+        await to_the_end(self._fill(self._plans.plan(self.manifest, destinations, whole=True)))
 
     async def read_into(self, destinations: Mapping[str, Tensor]) -> None:
         """Fill tensors of the version in place; a DTensor gets the shard that is its own.
 
         Raises: like `load_into`, but for names that are left out.
         """
-        await to_the_end(self._read_into(destinations))
+        await to_the_end(self._fill(self._plans.plan(self.manifest, destinations, whole=False)))
 
     async def read(
         self, name: str, *, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -119,36 +144,27 @@ class VersionReading:
                 f"rectangle of shape {shape} at {offsets}"
             )
         tensor = torch.empty(shape, dtype=entry.pieces[0].record.torch_dtype)
-        await to_the_end(self._fill(_copies_of_region(entry, offsets, tensor)))
+        await to_the_end(self._fill(_Plan.of(_copies_of_region(entry, offsets, tensor))))
         return tensor
 
-    async def _read_into(self, destinations: Mapping[str, Tensor]) -> None:
-        await self._fill(self._plans.plan(self.manifest, destinations))
-
-    async def _fill(self, copies: Sequence[_Copy]) -> None:
-        pieces = list({(c.piece.part, c.piece.index): c.piece for c in copies}.values())
-        fetched = await self._source.fetch(pieces)
-        await asyncio.to_thread(self._verify_and_copy, copies, pieces, fetched)
+    async def _fill(self, plan: _Plan) -> None:
+        fetched = await self._source.fetch(plan.pieces)
+        await asyncio.to_thread(self._verify_and_copy, plan, fetched)
 
     @torch.no_grad()
-    def _verify_and_copy(
-        self, copies: Sequence[_Copy], pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]
-    ) -> None:
-        by_piece = {}
-        for piece, data in zip(pieces, fetched, strict=True):
+    def _verify_and_copy(self, plan: _Plan, fetched: Sequence[Tensor]) -> None:
+        for piece, data in zip(plan.pieces, fetched, strict=True):
             require_piece(self.manifest, piece, data)
-            by_piece[piece.part, piece.index] = data
         self._source.require_unchanged()
         try:
-            sources = [by_piece[copy.piece.part, copy.piece.index] for copy in copies]
             torch._foreach_copy_(
-                [copy.destination for copy in copies],
+                [destination for _, _, destination in plan.copies],
                 [
-                    source if copy.region is None else source[copy.region]
-                    for source, copy in zip(sources, copies, strict=True)
+                    fetched[index] if region is None else fetched[index][region]
+                    for index, region, _ in plan.copies
                 ],
             )
-            if any(copy.destination.is_cuda for copy in copies):
+            if any(destination.is_cuda for _, _, destination in plan.copies):
                 torch.cuda.synchronize()
             self._source.require_unchanged()
         except Exception as error:

@@ -12,14 +12,13 @@ import functools
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.pieces import PieceRecord
+from forge_trainer.pieces import Layout, PieceRecord
 
 _HEADER = struct.Struct("<QQ")
 """Generation; 1 while a version uses the segment."""
@@ -28,14 +27,13 @@ ALIGNMENT = 64
 
 
 @functools.lru_cache(maxsize=8)
-def pack(records: tuple[PieceRecord, ...]) -> tuple[tuple[int, ...], int]:
-    """Where each piece starts, in bytes, and how long all are; one dtype follows the other."""
-    starts = [0] * len(records)
-    end = 0
-    for index in sorted(range(len(records)), key=lambda index: records[index].dtype):
-        starts[index] = end
-        end += -(-records[index].num_bytes // ALIGNMENT) * ALIGNMENT
-    return tuple(starts), end
+def packed_bytes(layout: Layout) -> int:
+    """What the pieces take in a segment."""
+    return sum(_padded(record) for record in layout.records)
+
+
+def _padded(record: PieceRecord) -> int:
+    return -(-record.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Segment:
@@ -56,7 +54,9 @@ class Segment:
         finally:
             os.close(fd)
         self.num_bytes = len(self._map) - DATA_START
-        self._views: tuple[tuple[PieceRecord, ...], list[Tensor]] | None = None
+        self._layout: Layout | None = None
+        self._views: list[Tensor] = []
+        self._runs: list[Tensor] = []
 
     @classmethod
     def create(cls, path: Path, num_bytes: int) -> Segment:
@@ -113,43 +113,41 @@ class Segment:
         finally:
             os.close(fd)
 
-    def views(self, records: tuple[PieceRecord, ...]) -> list[Tensor]:
+    def views(self, layout: Layout) -> list[Tensor]:
         """The pieces as tensors, without a copy."""
-        # By identity: comparing hundreds of records takes longer than copying small tensors.
-        if self._views is None or self._views[0] is not records:
-            starts, num_bytes = pack(records)
-            if num_bytes > self.num_bytes:
-                raise WeightsError(f"segment {self.path} is shorter than its manifest says")
-            views = [
-                self._view(record, start) for record, start in zip(records, starts, strict=True)
-            ]
-            self._views = records, views
-        return self._views[1]
+        self._look_through(layout)
+        return self._views
 
-    def runs(self, records: Sequence[PieceRecord]) -> list[Tensor]:
+    def runs(self, layout: Layout) -> list[Tensor]:
         """All numbers of a dtype as one tensor; gaps between pieces hold zeros."""
-        starts, _ = pack(tuple(records))
-        ends: dict[str, tuple[int, int]] = {}
-        for record, start in zip(records, starts, strict=True):
-            first, last = ends.get(record.dtype, (start, start))
-            ends[record.dtype] = min(first, start), max(last, start + record.num_bytes)
-        dtypes = {record.dtype: record.torch_dtype for record in records}
-        return [
-            torch.frombuffer(
-                self._map,
-                dtype=dtypes[name],
-                offset=DATA_START + start,
-                count=(end - start) // dtypes[name].itemsize,
-            )
-            for name, (start, end) in ends.items()
-            if end > start
-        ]
+        self._look_through(layout)
+        return self._runs
 
-    def _view(self, record: PieceRecord, start: int) -> Tensor:
-        count = record.num_bytes // record.torch_dtype.itemsize
-        if count == 0:
-            return torch.empty(record.shape, dtype=record.torch_dtype)
-        flat = torch.frombuffer(
-            self._map, dtype=record.torch_dtype, offset=DATA_START + start, count=count
-        )
-        return flat.view(record.shape)
+    def _look_through(self, layout: Layout) -> None:
+        """Lay the layout over the mapped bytes: one dtype after the other."""
+        if self._layout is layout:
+            return
+        if packed_bytes(layout) > self.num_bytes:
+            raise WeightsError(f"segment {self.path} is shorter than its manifest says")
+        views: dict[int, Tensor] = {}
+        runs: list[Tensor] = []
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, record in enumerate(layout.records):
+            by_dtype.setdefault(record.torch_dtype, []).append(index)
+        end = DATA_START
+        for dtype, indices in by_dtype.items():
+            start = end
+            for index in indices:
+                record = layout.records[index]
+                views[index] = self._tensor(dtype, end, record.num_bytes).view(record.shape)
+                end += _padded(record)
+            runs.append(self._tensor(dtype, start, end - start))
+        self._views = [views[index] for index in range(len(views))]
+        self._runs = runs
+        self._layout = layout
+
+    def _tensor(self, dtype: torch.dtype, start: int, num_bytes: int) -> Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        count = num_bytes // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)

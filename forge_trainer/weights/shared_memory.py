@@ -23,11 +23,11 @@ from pathlib import Path
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import decode_layout, describe_part
+from forge_trainer.functional.manifests import describe_part
 from forge_trainer.pieces import (
+    Layout,
     Manifest,
     PieceAddress,
-    PieceRecord,
     RankPieces,
     StagedPieces,
     Verify,
@@ -37,7 +37,7 @@ from forge_trainer.pieces import (
 
 from .keys import missing, published_already, version_of
 from .reading import Plans, VersionReading
-from .segments import Segment, pack
+from .segments import Segment, packed_bytes
 from .shared_folder import LEASES, MANIFESTS, SEGMENTS, hold
 from .staging import PieceCopier, sources_of
 
@@ -56,7 +56,7 @@ class SharedMemoryWeightStore:
         self._id = secrets.token_hex(4)
         self._own: list[Segment] = []
         self._num_created = 0
-        self._records: tuple[PieceRecord, ...] = ()
+        self._layout: Layout | None = None
         self._staged: dict[int, tuple[WeightsVersion, str]] = {}
         """Of each rank, what it staged last."""
         self._copier = PieceCopier()
@@ -80,16 +80,13 @@ class SharedMemoryWeightStore:
         in_place: bool = False,
     ) -> StagedPieces:
         pieces = list(pieces)
-        records = tuple(piece.record for piece in pieces)
-        if records == self._records:
-            records = self._records
-        self._records = records
-        segment = self._take_segment(rank, pack(records)[1])
+        layout = self._layout = Layout.of(pieces, self._layout)
+        segment = self._take_segment(rank, packed_bytes(layout))
         location = f"{segment.path.name}:{segment.begin()}"
         self._staged[rank] = version, location
         sources, ready = sources_of(pieces)
-        copies = segment.views(records)
-        staged = StagedPieces(version, rank, records, sources, copies, location, ready)
+        copies = segment.views(layout)
+        staged = StagedPieces(version, rank, layout, sources, copies, location, ready)
         if not in_place:
             self._copy(staged)
         return staged
@@ -110,7 +107,7 @@ class SharedMemoryWeightStore:
 
     def _copy(self, staged: StagedPieces) -> None:
         segment = self._segment_at(staged.location)
-        self._copier.copy(staged, segment.runs(staged.records))
+        self._copier.copy(staged, segment.runs(staged.layout))
 
     def _segment_at(self, location: str) -> Segment:
         name, _ = _place(location)
@@ -123,7 +120,7 @@ class SharedMemoryWeightStore:
         if staged.sources:
             self._copy(staged)
         return describe_part(
-            staged.records,
+            staged.layout,
             staged.copies,
             version=staged.version,
             verify=self._verify,
@@ -254,7 +251,7 @@ class _Segments:
     async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
         self.require_unchanged()
         views = [
-            segment.views(decode_layout(part.layout))
+            segment.views(Layout.decode(part.layout))
             for part, (segment, _) in zip(self._manifest.parts, self._segments, strict=True)
         ]
         return [views[piece.part][piece.index] for piece in pieces]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.pieces import PieceRecord, StagedPieces, WeightPiece, WeightsVersion
+from forge_trainer.pieces import Layout, PieceRecord, StagedPieces, WeightPiece, WeightsVersion
 
 
 class PieceCopier:
@@ -37,7 +37,7 @@ class PieceCopier:
             torch._foreach_copy_(staged.copies, staged.sources)
         staged.sources = []
         if not all(_sum_is_finite(run) for run in (staged.copies if runs is None else runs)):
-            _require_finite(staged.version, staged.records, staged.copies)
+            _require_finite(staged.version, staged.layout.records, staged.copies)
 
     def _copy_from_gpu(self, staged: StagedPieces) -> None:
         largest = max(copy.nbytes for copy in staged.copies)
@@ -94,12 +94,13 @@ class HostBuffers:
     """Memory for copies that a transport sends on, kept for the next version."""
 
     def __init__(self) -> None:
-        self._records: tuple[PieceRecord, ...] = ()
+        self.layout: Layout | None = None
+        """Of what they hold."""
         self._buffers: list[Tensor] = []
 
-    def take(self, records: tuple[PieceRecord, ...]) -> list[Tensor]:
-        """One tensor per record; what they held before is lost."""
-        if records != self._records:
-            self._records = records
-            self._buffers = [torch.empty(r.shape, dtype=r.torch_dtype) for r in records]
+    def take(self, layout: Layout) -> list[Tensor]:
+        """One tensor per piece; what they held before is lost."""
+        if layout is not self.layout:
+            self.layout = layout
+            self._buffers = [torch.empty(r.shape, dtype=r.torch_dtype) for r in layout.records]
         return self._buffers

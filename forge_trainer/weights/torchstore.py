@@ -18,6 +18,7 @@ from torch import Tensor
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import describe_part
 from forge_trainer.pieces import (
+    Layout,
     Manifest,
     PieceAddress,
     RankPieces,
@@ -62,7 +63,8 @@ class TorchStoreWeightStore:
         self._buffers = HostBuffers()
         self._plans = Plans()
 
-    async def _client(self) -> Any:
+    async def client(self) -> Any:
+        """torchstore's own client."""
         # Imported late: importing torchstore sets up root logging unless the process was prepared.
         import torchstore
 
@@ -95,11 +97,11 @@ class TorchStoreWeightStore:
         in_place: bool = False,
     ) -> StagedPieces:
         pieces = list(pieces)
-        records = tuple(piece.record for piece in pieces)
+        layout = Layout.of(pieces, self._buffers.layout)
         sources, ready = sources_of(pieces)
-        copies = self._buffers.take(records)
+        copies = self._buffers.take(layout)
         location = pieces_prefix(version, rank)
-        staged = StagedPieces(version, rank, records, sources, copies, location, ready)
+        staged = StagedPieces(version, rank, layout, sources, copies, location, ready)
         if not in_place:
             self._copier.copy(staged)
         return staged
@@ -107,17 +109,17 @@ class TorchStoreWeightStore:
     async def write(self, staged: StagedPieces) -> RankPieces:
         if staged.sources:
             await asyncio.to_thread(self._copier.copy, staged)
-        client = await self._client()
+        client = await self.client()
 
         async def put(item: tuple[str, Tensor]) -> None:
             await client.put(f"{staged.location}.{item[0]}", item[1])
 
-        names = [record.name for record in staged.records]
+        names = [record.name for record in staged.layout.records]
         with self._failures(f"weights {staged.version}: cannot be written"):
             await _bounded_gather(put, list(zip(names, staged.copies, strict=True)))
         return await asyncio.to_thread(
             describe_part,
-            staged.records,
+            staged.layout,
             staged.copies,
             version=staged.version,
             verify=self._verify,
@@ -128,7 +130,7 @@ class TorchStoreWeightStore:
         await self._delete_all(pieces_prefix(version, rank))
 
     async def commit(self, manifest: Manifest) -> None:
-        client = await self._client()
+        client = await self.client()
         with self._failures(f"weights {manifest.version}: cannot be published"):
             key = manifest_key(manifest.version)
             if await client.exists(key):
@@ -138,13 +140,13 @@ class TorchStoreWeightStore:
     # Reading
 
     async def versions(self) -> list[WeightsVersion]:
-        client = await self._client()
+        client = await self.client()
         with self._failures("the versions of weights cannot be listed"):
             return sorted(version_of(key) for key in await client.keys(MANIFESTS))
 
     @contextlib.asynccontextmanager
     async def reading(self, version: WeightsVersion | None = None) -> AsyncIterator[VersionReading]:
-        client = await self._client()
+        client = await self.client()
         while True:
             held = [] if version is not None else await self.versions()
             wanted = version or (held[-1] if held else None)
@@ -175,7 +177,7 @@ class TorchStoreWeightStore:
             return manifest
 
     async def num_readers(self) -> int:
-        client = await self._client()
+        client = await self.client()
         with self._failures("the leases on weights cannot be listed"):
             return await self._watch.living(client)
 
@@ -183,7 +185,7 @@ class TorchStoreWeightStore:
 
     async def drop(self, version: WeightsVersion) -> bool:
         await self._delete_all(manifest_key(version))
-        client = await self._client()
+        client = await self.client()
         with self._failures(f"weights {version}: cannot be dropped"):
             if await self._watch.living(client, version):
                 return False
@@ -191,7 +193,7 @@ class TorchStoreWeightStore:
         return True
 
     async def clean(self) -> None:
-        client = await self._client()
+        client = await self.client()
         held = await self.versions()
         with self._failures("the weights of former trainers cannot be removed"):
             keys = await client.keys(WEIGHTS)
@@ -199,7 +201,7 @@ class TorchStoreWeightStore:
             await self._delete_all(pieces_prefix(version))
 
     async def _delete_all(self, prefix: str) -> None:
-        client = await self._client()
+        client = await self.client()
         with self._failures(f"{prefix} cannot be deleted"):
             await _bounded_gather(client.delete, await client.keys(prefix))
 

@@ -47,7 +47,7 @@ class Subject:
             files = Path(self.address.location, "segments").iterdir()
             in_use = {path.name for path in files if path.read_bytes()[8:16] != bytes(8)}
             return in_use | {path.name for path in Path(self.address.location, "leases").iterdir()}
-        client = await cast(TorchStoreWeightStore, store)._client()
+        client = await cast(TorchStoreWeightStore, store).client()
         return set(await client.keys("weights")) | set(await client.keys("leases"))
 
     async def flip_byte(self, store: WeightStore, manifest: Manifest, name: str) -> None:
@@ -62,7 +62,7 @@ class Subject:
                 (view,) = await reading._source.fetch([piece])
                 view.view(torch.uint8).view(-1)[5] ^= 1
         else:
-            client = await cast(TorchStoreWeightStore, store)._client()
+            client = await cast(TorchStoreWeightStore, store).client()
             data = (await client.get(f"{location}.{name}")).clone()
             data.view(torch.uint8).view(-1)[5] ^= 1
             await client.put(f"{location}.{name}", data)

@@ -12,9 +12,7 @@ from forge_trainer.functional.manifests import (
     build_manifest,
     check_fits,
     checksum,
-    decode_layout,
     describe_part,
-    encode_layout,
     is_verified,
     num_bytes_of,
     overlap,
@@ -22,7 +20,7 @@ from forge_trainer.functional.manifests import (
     tensors_of,
     ties_of,
 )
-from forge_trainer.pieces import Manifest, PieceRecord, RankPieces, Verify, WeightsVersion
+from forge_trainer.pieces import Layout, Manifest, PieceRecord, RankPieces, Verify, WeightsVersion
 from forge_trainer.weights.keys import lease_key, manifest_key, pieces_prefix, version_of
 
 VERSION = WeightsVersion(0, 3)
@@ -37,7 +35,9 @@ def _part(
         for start, end in row_ranges
     ]
     tensors = [FULL[start:end] for start, end in row_ranges]
-    return describe_part(records, tensors, version=VERSION, verify="full", location="here")
+    return describe_part(
+        Layout(tuple(records)), tensors, version=VERSION, verify="full", location="here"
+    )
 
 
 def _manifest(*parts: RankPieces) -> Manifest:
@@ -67,7 +67,9 @@ def test_a_layout_comes_back_as_it_was() -> None:
         PieceRecord("a", "bfloat16", (4, 3), (2, 0), (2, 3), ("b",)),
         PieceRecord("n", "int64", (), (), ()),
     )
-    assert decode_layout(encode_layout(records)) == records
+    layout = Layout(records)
+    assert Layout.decode(layout.encoded).records == records
+    assert layout.num_bytes == 20
     assert [record.num_bytes for record in records] == [12, 8]
 
 
@@ -171,7 +173,9 @@ def test_a_flipped_byte_is_caught_as_often_as_is_asked_for(verify: Verify, catch
     caught = 0
     for policy_version in range(8):
         version = WeightsVersion(0, policy_version)
-        part = describe_part([record], [FULL], version=version, verify=verify, location="here")
+        part = describe_part(
+            Layout((record,)), [FULL], version=version, verify=verify, location="here"
+        )
         manifest = dataclasses.replace(_manifest(part), version=version)
         (piece,) = tensors_of(manifest)["w"].pieces
         try:
