@@ -59,10 +59,15 @@ class Pipeline:
             self._changed.notify_all()
             return taken
 
-    async def finish_batch(self, *, step: int, generator_version: int) -> None:
-        """Tell that training is at `step` and the generator runs `generator_version`."""
+    async def finish_batch(self, *, step: int) -> None:
+        """Tell that training is at `step`."""
         async with self._changed:
             self._step = step
-            self._generator_version = generator_version
             self._is_training = False
+            self._changed.notify_all()
+
+    async def set_generator_version(self, policy_version: int) -> None:
+        """Tell what the generator runs from now on."""
+        async with self._changed:
+            self._generator_version = policy_version
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,12 @@ from forge_trainer.metrics import merge_metrics, metric_values
 from forge_trainer.protocols import Generator, Trainer
 from forge_trainer.replay import Group
 from forge_trainer.reporting import Reporter
+from forge_trainer.tasks import first_error
 from forge_trainer.types import Episode, TrainSequence, TrainStepResult
 
 from .pipeline import Pipeline
 from .rollout import episodes_of
-from .weight_sync import SyncReport, sync_weights
+from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +51,68 @@ async def run_training(
     """Takes a batch of groups from the pipeline, gives new weights to the generator.
 
     A batch makes `updates_per_batch` updates. Stopped by having made `plan.steps`; one whose
-    gradient was not finite and was skipped counts. Returns once the last checkpoint is complete.
+    gradient was not finite and was skipped counts. Weights travel beside the next batch, one
+    version at a time, and a batch is reported once its weights have arrived. Returns once the last
+    weights have, and the last checkpoint is complete.
     """
     trainer = models.trainer
     step = 0
-    for index in range(plan.steps // plan.algorithm.updates_per_batch):
-        start = time.perf_counter()
-        groups = await pipeline.take()
-        taken = time.perf_counter()
-        sequences = sequences_of(groups, plan.algorithm)
-        if models.reference is not None:
-            sequences = await with_ref_logprobs(sequences, models.reference)
-        referred = time.perf_counter()
-        results = await train_batch(trainer, sequences, plan, batch_index=index)
-        trained = time.perf_counter()
-        before, step = step, results[-1].optim.step
-        sync = None if step == before else await sync_weights(trainer, models.generator)
-        await pipeline.finish_batch(step=step, generator_version=step)
-        if plan.checkpoint_interval and step // plan.checkpoint_interval > (
-            before // plan.checkpoint_interval
-        ):
-            await trainer.save(wait=not plan.async_checkpoints)
-        row = batch_metrics(groups, results, sync)
-        row["time/step_s"] = time.perf_counter() - start
-        row["time/wait_rollout_s"] = taken - start
-        if models.reference is not None:
-            row["time/reference_s"] = referred - taken
-        row["time/train_s"] = trained - referred
-        row["trainer/tokens_per_s"] = _num_tokens(groups) / row["time/step_s"]
-        reporter.report_step(row, list(episodes_of(groups)))
+    async with first_error() as syncing:
+        last: asyncio.Task[None] | None = None
+        for index in range(plan.steps // plan.algorithm.updates_per_batch):
+            start = time.perf_counter()
+            groups = await pipeline.take()
+            row = {"time/wait_rollout_s": time.perf_counter() - start}
+            results = await _train_on(groups, models, plan, index, row)
+            before, step = step, results[-1].optim.step
+            if last is not None:
+                await last
+            staged = None if step == before else await begin_sync(trainer)
+            await pipeline.finish_batch(step=step)
+            if plan.checkpoint_interval and step // plan.checkpoint_interval > (
+                before // plan.checkpoint_interval
+            ):
+                await trainer.save(wait=not plan.async_checkpoints)
+            row["time/step_s"] = time.perf_counter() - start
+            row["trainer/tokens_per_s"] = _num_tokens(groups) / row["time/step_s"]
+            finishing = _finish_batch(models, pipeline, reporter, staged, (groups, results, row))
+            last = syncing.create_task(finishing, name=f"sync {step}")
     await trainer.wait_for_save()
+
+
+async def _train_on(
+    groups: Sequence[Group],
+    models: Models,
+    plan: TrainPlan,
+    batch_index: int,
+    row: dict[str, float],
+) -> list[TrainStepResult]:
+    """The updates of a batch; how long they took is added to `row`."""
+    start = time.perf_counter()
+    sequences = sequences_of(groups, plan.algorithm)
+    if models.reference is not None:
+        sequences = await with_ref_logprobs(sequences, models.reference)
+        row["time/reference_s"] = time.perf_counter() - start
+    referred = time.perf_counter()
+    results = await train_batch(models.trainer, sequences, plan, batch_index=batch_index)
+    row["time/train_s"] = time.perf_counter() - referred
+    return results
+
+
+async def _finish_batch(
+    models: Models,
+    pipeline: Pipeline,
+    reporter: Reporter,
+    staged: Staged | None,
+    batch: tuple[Sequence[Group], Sequence[TrainStepResult], dict[str, float]],
+) -> None:
+    """Bring the weights of a batch to the generator, and report the batch."""
+    groups, results, row = batch
+    sync = None
+    if staged is not None:
+        sync = await finish_sync(staged, models.trainer, models.generator)
+        await pipeline.set_generator_version(staged.ref.version.policy_version)
+    reporter.report_step(batch_metrics(groups, results, sync) | row, list(episodes_of(groups)))
 
 
 async def train_batch(
@@ -151,6 +185,7 @@ def batch_metrics(
     }
     if sync is not None:
         row["weights/bytes"] = sync.ref.num_bytes
+        row["weights/stall_s"] = sync.stall_s
         for name, transfer in (("push", sync.push), ("pull", sync.pull)):
             row[f"weights/{name}_s"] = transfer.seconds
             row[f"weights/{name}_gb_per_s"] = transfer.gb_per_s

@@ -14,22 +14,43 @@ from forge_trainer.status import TransferStatus
 class SyncReport:
     ref: WeightsRef
     push: TransferStatus
+    """Until the version existed."""
     pull: TransferStatus
+    stall_s: float
+    """What the trainer waited for: staging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A push that has begun."""
+
+    ref: WeightsRef
+    begun: float
+    stall_s: float
+
+
+async def begin_sync(trainer: Trainer) -> Staged:
+    """Stage the weights; the trainer may go on at once."""
+    begun = time.perf_counter()
+    ref = await trainer.push_weights(wait=False)
+    return Staged(ref, begun, time.perf_counter() - begun)
+
+
+async def finish_sync(staged: Staged, trainer: Trainer, generator: Generator) -> SyncReport:
+    """Wait until the version exists, and pull it."""
+    await trainer.wait_for_push()
+    pushed = time.perf_counter()
+    await generator.pull_weights(staged.ref)
+    pulled = time.perf_counter()
+    num_bytes = staged.ref.num_bytes
+    return SyncReport(
+        staged.ref,
+        push=TransferStatus(num_bytes, pushed - staged.begun),
+        pull=TransferStatus(num_bytes, pulled - pushed),
+        stall_s=staged.stall_s,
+    )
 
 
 async def sync_weights(trainer: Trainer, generator: Generator) -> SyncReport:
-    """Push, then pull; the trainer drops old versions after a push.
-
-    The order matters: a version is dropped only when `keep_versions` newer ones exist, so the
-    one being pulled is never among them.
-    """
-    start = time.perf_counter()
-    ref = await trainer.push_weights()
-    pushed = time.perf_counter()
-    await generator.pull_weights(ref)
-    pulled = time.perf_counter()
-    return SyncReport(
-        ref,
-        push=TransferStatus(ref.num_bytes, pushed - start),
-        pull=TransferStatus(ref.num_bytes, pulled - pushed),
-    )
+    """Push, then pull."""
+    return await finish_sync(await begin_sync(trainer), trainer, generator)

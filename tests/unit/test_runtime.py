@@ -46,7 +46,8 @@ def test_rollout_runs_ahead_by_exactly_the_allowed_age(max_policy_age: int) -> N
             ages.extend(step - group[0].completion.policy_version for group in groups)
             await asyncio.sleep(0.01)
             version = step + 1
-            await pipeline.finish_batch(step=step + 1, generator_version=version)
+            await pipeline.finish_batch(step=step + 1)
+            await pipeline.set_generator_version(version)
 
     async def scenario() -> None:
         async with asyncio.timeout(10):
@@ -67,7 +68,7 @@ def test_a_skipped_step_does_not_stop_the_rollout() -> None:
             await pipeline.wait_to_sample()
             await pipeline.add([[episode(0.0)]])
             await pipeline.take()
-            await pipeline.finish_batch(step=0, generator_version=0)
+            await pipeline.finish_batch(step=0)
             await pipeline.wait_to_sample()
 
     asyncio.run(scenario())

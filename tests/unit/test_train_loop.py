@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forge_trainer.config.schema import AlgorithmConfig
+from forge_trainer.errors import WeightsError
 from forge_trainer.functional.sequences import deal_minibatches
 from forge_trainer.metrics import Last, Mean, Metric
 from forge_trainer.pieces import WeightsRef, WeightsVersion
@@ -39,6 +40,7 @@ class FakeTrainer:
         self.saved: list[tuple[int, bool]] = []
         self.pushed: list[int] = []
         self.waited = 0
+        self.push_error: Exception | None = None
 
     async def train_step(self, sequences: Sequence[TrainSequence], **_: Any) -> TrainStepResult:
         self.trained.append(list(sequences))
@@ -54,9 +56,14 @@ class FakeTrainer:
     async def forward(self, sequences: Sequence[TrainSequence]) -> ForwardResult:
         return ForwardResult([[-0.5] * len(sequence) for sequence in sequences])
 
-    async def push_weights(self) -> WeightsRef:
+    async def push_weights(self, *, wait: bool) -> WeightsRef:
+        assert not wait
         self.pushed.append(self.step)
         return WeightsRef(WeightsVersion(0, self.step), 1, 4, "float32", "memory")
+
+    async def wait_for_push(self) -> None:
+        if self.push_error is not None:
+            raise self.push_error
 
     async def save(self, *, wait: bool) -> None:
         self.saved.append((self.step, wait))
@@ -167,3 +174,31 @@ def test_a_reference_gives_its_logprobs() -> None:
     (row,) = _run(TrainPlan(1, algorithm, checkpoint_interval=0), trainer, FakeTrainer()).rows
     assert [s.ref_logprobs for s in trainer.trained[0]] == [[-0.5] * 5] * 2
     assert row["time/reference_s"] >= 0
+
+
+def test_a_push_that_fails_ends_training_with_its_cause() -> None:
+    trainer = FakeTrainer()
+    trainer.push_error = WeightsError("no room")
+    with pytest.raises(WeightsError, match="no room"):
+        _run(TrainPlan(4, AlgorithmConfig(group_size=2, groups_per_step=1), 0), trainer)
+    assert trainer.pushed == [1]
+
+
+def test_training_goes_on_while_weights_travel() -> None:
+    """With an age of one, the second batch is trained on before the first weights have arrived."""
+    events: list[str] = []
+
+    class Slow(FakeTrainer):
+        async def train_step(self, *args: Any, **kwargs: Any) -> TrainStepResult:
+            events.append(f"train {self.step}")
+            return await super().train_step(*args, **kwargs)
+
+        async def wait_for_push(self) -> None:
+            while len(self.trained) < 2:
+                await asyncio.sleep(0)
+            events.append(f"published {self.pushed[-1]}")
+
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1, max_policy_age=1)
+    rows = _run(TrainPlan(3, algorithm, checkpoint_interval=0), Slow()).rows
+    assert events[:3] == ["train 0", "train 1", "published 1"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
