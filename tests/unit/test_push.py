@@ -1,0 +1,218 @@
+"""Pushes beside other calls: what they publish, what waits for them, and how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.errors import ConfigError, WeightsError
+from forge_trainer.pieces import RankPieces, StagedPieces, WeightsVersion
+from forge_trainer.runtime.checks import check_dtypes
+from forge_trainer.runtime.in_process import start_in_process_trainer
+from forge_trainer.runtime.trainer import TrainerHandle
+from forge_trainer.types import OptimParams
+from forge_trainer.weights.memory import MemoryWeightStore
+from tests.unit.conftest import CONFIG, GOOD
+from tests.weights import V0, V1, read_all
+
+
+class SlowStore(MemoryWeightStore):
+    """Writes when it is let; or fails to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.error: Exception | None = None
+
+    async def write(self, staged: StagedPieces) -> RankPieces:
+        await self.may_write.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().write(staged)
+
+
+@contextlib.asynccontextmanager
+async def _trainer(
+    model_dir: Path, folder: Path, stage: str
+) -> AsyncIterator[tuple[TrainerHandle, SlowStore]]:
+    store = SlowStore()
+    trainer = await start_in_process_trainer(
+        CONFIG.model_copy(update={"engine": "local"}),
+        model_dir=model_dir,
+        checkpoint_folder=folder,
+        weights=WeightsConfig.model_validate({"stage": stage}),
+        store=store,
+    )
+    try:
+        yield trainer, store
+    finally:
+        store.may_write.set()
+        await trainer.close()
+
+
+Scenario = Callable[[TrainerHandle, SlowStore], Awaitable[None]]
+
+
+@pytest.fixture(params=["copy", "in_place"])
+def stage(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def _run(scenario: Scenario, model_dir: Path, folder: Path, stage: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), _trainer(model_dir, folder, stage) as (trainer, store):
+            await scenario(trainer, store)
+
+    asyncio.run(main())
+
+
+def test_a_version_is_that_of_the_push_whatever_comes_next(
+    tiny_qwen3: Path, tmp_path: Path, stage: str
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        await trainer.push_weights()
+        _, before = await read_all(store)
+        await trainer.train_step(GOOD, loss="grpo")
+        await trainer.save("one")
+        await trainer.push_weights()
+        _, wanted = await read_all(store)
+        await trainer.load(name="one")
+        store.may_write.clear()
+        ref = await trainer.push_weights(wait=False)
+        assert ref.version == WeightsVersion(1, 1)
+        assert ref.num_tensors == len(wanted)
+        assert (await trainer.get_status()).is_pushing
+        assert await store.versions() == [V0, V1]
+        # Whatever needs no change of parameters goes on.
+        await trainer.forward_backward(GOOD, loss="grpo")
+        updating = asyncio.create_task(trainer.optim_step(params=OptimParams(lr=1.0)))
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        assert updating.done() == (stage == "copy")
+        store.may_write.set()
+        await updating
+        assert await trainer.wait_for_push() == ref
+        assert not (await trainer.get_status()).is_pushing
+        _, found = await read_all(store, ref.version)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        assert not all(torch.equal(found[name], tensor) for name, tensor in before.items())
+
+    _run(scenario, tiny_qwen3, tmp_path, stage)
+
+
+@pytest.mark.parametrize("change", ["load", "to"])
+def test_nothing_changes_weights_that_are_being_read(
+    tiny_qwen3: Path, tmp_path: Path, stage: str, change: str
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        await trainer.save("start")
+        await trainer.train_step(GOOD, loss="grpo")
+        store.may_write.clear()
+        await trainer.push_weights(wait=False)
+        changing = asyncio.create_task(
+            trainer.load(name="start") if change == "load" else trainer.to("cpu")
+        )
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        assert changing.done() == (stage == "copy")
+        store.may_write.set()
+        await changing
+        assert (await trainer.wait_for_push()) is not None
+
+    _run(scenario, tiny_qwen3, tmp_path, stage)
+
+
+def test_a_push_that_fails_is_told_at_the_next_call_and_once(
+    tiny_qwen3: Path, tmp_path: Path, stage: str
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        first = await trainer.push_weights()
+        await trainer.train_step(GOOD, loss="grpo")
+        pieces = store._pieces.keys()
+        store.error = WeightsError("no room")
+        await trainer.push_weights(wait=False)
+        while (await trainer.get_status()).is_pushing:
+            await asyncio.sleep(0.001)
+        with pytest.raises(WeightsError, match="no room"):
+            await trainer.train_step(GOOD, loss="grpo")
+        status = await trainer.get_status()
+        assert (status.step, status.accumulated_tokens) == (1, 0)
+        assert (status.published, status.held) == (first.version, [first.version])
+        assert store._pieces.keys() == pieces
+        assert await trainer.wait_for_push() is None
+        await trainer.clear_gradients()
+        store.error = None
+        assert (await trainer.push_weights()).version == V1
+
+    _run(scenario, tiny_qwen3, tmp_path, stage)
+
+
+def test_an_update_is_not_made_when_its_weights_could_not_be_read(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """In place, a push may fail while a train_step runs: the gradient goes, the weights stay."""
+
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        store.may_write.clear()
+        await trainer.push_weights(wait=False)
+        stepping = asyncio.create_task(trainer.train_step(GOOD, loss="grpo"))
+        while (await trainer.get_status()).accumulated_tokens == 0:
+            await asyncio.sleep(0.001)
+        store.error = WeightsError("no room")
+        store.may_write.set()
+        with pytest.raises(WeightsError, match="no room"):
+            await stepping
+        status = await trainer.get_status()
+        assert (status.step, status.accumulated_tokens) == (0, 0)
+        await trainer.train_step(GOOD, loss="grpo")
+
+    _run(scenario, tiny_qwen3, tmp_path, "in_place")
+
+
+def test_the_next_push_waits_for_the_last(tiny_qwen3: Path, tmp_path: Path) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        store.may_write.clear()
+        await trainer.push_weights(wait=False)
+        await trainer.train_step(GOOD, loss="grpo")
+        second = asyncio.create_task(trainer.push_weights())
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not second.done()
+        store.may_write.set()
+        await second
+        assert await store.versions() == [V0, V1]
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_closing_waits_for_a_push(tiny_qwen3: Path, tmp_path: Path, stage: str) -> None:
+    kept: list[Any] = []
+
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        store.may_write.clear()
+        await trainer.push_weights(wait=False)
+        closing = asyncio.create_task(trainer.close())
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not closing.done()
+        store.may_write.set()
+        await closing
+        kept.extend(await store.versions())
+
+    _run(scenario, tiny_qwen3, tmp_path, stage)
+    assert kept == [V0]
+
+
+def test_a_generator_must_run_in_what_is_published() -> None:
+    check_dtypes(WeightsConfig(), GeneratorConfig())
+    check_dtypes(WeightsConfig(dtype="bfloat16"), GeneratorConfig(dtype="bfloat16"))
+    with pytest.raises(ConfigError, match=r"generator.dtype: bfloat16, but weights.dtype is float"):
+        check_dtypes(WeightsConfig(), GeneratorConfig(dtype="bfloat16"))
