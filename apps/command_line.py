@@ -19,17 +19,26 @@ OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 
 def run_app(
-    module: str, schema: type[C], arguments: Sequence[str], start: Callable[[C], None]
+    module: str,
+    schema: type[C],
+    arguments: Sequence[str],
+    start: Callable[[C], int | None],
+    *,
+    usage: str | None = None,
+    about: str = "",
 ) -> int:
-    """Load the config, call `start` with it, and say how it ended; the exit code."""
-    usage = f"python -m {module} --config FILE [--overwrite] [--section.key VALUE ...]"
+    """Load the config, call `start` with it, and say how it ended; the exit code.
+
+    `start` may return an exit code of its own. `about` follows the usage in --help.
+    """
+    usage = usage or f"python -m {module} --config FILE [--overwrite] [--section.key VALUE ...]"
     parser = argparse.ArgumentParser(prog=module, usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     own, overrides = parser.parse_known_args(arguments)
     if own.help:
-        print_help(schema, module, usage)
+        print_help(schema, module, f"{usage}\n\n{about}" if about else usage)
         return OK
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -37,7 +46,7 @@ def run_app(
             raise ConfigError(f"--config is missing; usage: {usage}")
         if own.overwrite:
             overrides += ["--run.overwrite", "true"]
-        start(load_config(schema, own.config, overrides))
+        code = start(load_config(schema, own.config, overrides))
     except ConfigError as error:
         return _failed(error, BAD_CONFIG)
     except ForgeTrainerError as error:
@@ -45,7 +54,7 @@ def run_app(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
-    return OK
+    return OK if code is None else code
 
 
 def _failed(error: Exception, code: int) -> int:

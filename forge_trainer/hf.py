@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_trainer.config.schema import TinyModelConfig
+from forge_trainer.config.schema import ModelConfig, TinyModelConfig
 from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ class ModelFacts:
     num_layers: int
     max_sequence_tokens: int
     tie_embeddings: bool
+
+
+def model_directory(model: ModelConfig, scratch: Path, *, seed: int) -> Path:
+    """The directory of the configured model; a tiny one is made in `scratch`.
+
+    Raises:
+        ConfigError: see `find_model_dir`.
+    """
+    if model.tiny is not None:
+        return create_tiny_model(scratch, model.tiny, seed=seed)
+    return find_model_dir(str(model.path))
 
 
 def find_model_dir(path: str) -> Path:

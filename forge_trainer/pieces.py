@@ -181,6 +181,27 @@ class StagedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What a whole tensor is, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+    """xxh3-128 of its bytes, hexadecimal."""
+    tied: tuple[str, ...] = ()
+    """Further names of the same tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChecksums:
+    """The weights that a generator runs on."""
+
+    version: WeightsVersion
+    tensors: dict[str, TensorFacts]
+    """By name; a tied tensor under one of its names."""
+
+
+@dataclass(frozen=True, slots=True)
 class PieceAddress:
     """A piece in a manifest."""
 

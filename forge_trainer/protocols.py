@@ -18,6 +18,7 @@ from forge_trainer.pieces import (
     Manifest,
     RankPieces,
     StagedPieces,
+    WeightChecksums,
     WeightPiece,
     WeightsRef,
     WeightsVersion,
@@ -282,6 +283,14 @@ class Generator(Protocol):
 
     async def pull_weights(self, ref: WeightsRef | WeightsVersion | None = None) -> WeightsVersion:
         """Load a version, the newest by default."""
+        ...
+
+    async def weight_checksums(self) -> WeightChecksums:
+        """What it runs on: the version, and a checksum of every tensor."""
+        ...
+
+    async def read_weight(self, name: str) -> Tensor:
+        """A copy on the CPU of a tensor that it runs on, by any of its names."""
         ...
 
     async def get_status(self) -> GeneratorStatus: ...

@@ -126,7 +126,10 @@ def test_documents_link_to_files_that_exist() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-@pytest.mark.parametrize("module", ["forge_trainer", "apps.grpo.main", "forge_trainer.config.load"])
+@pytest.mark.parametrize(
+    "module",
+    ["forge_trainer", "apps.grpo.main", "apps.weights.main", "forge_trainer.config.load"],
+)
 def test_importing_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'monarch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

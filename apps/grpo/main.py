@@ -38,13 +38,11 @@ def start(config: GrpoConfig) -> None:
 
     from forge_trainer.config.load import dump_config
     from forge_trainer.data.prompts import make_task
-    from forge_trainer.hf import create_tiny_model, find_model_dir
+    from forge_trainer.hf import model_directory
     from forge_trainer.runtime.checks import (
         check_algorithm,
         check_checkpoint_folder,
-        check_dtypes,
-        check_generator,
-        check_trainer,
+        check_models,
     )
     from forge_trainer.runtime.run_folder import CONFIG_FILE, MODEL_FOLDER, prepare_run_folder
 
@@ -52,16 +50,9 @@ def start(config: GrpoConfig) -> None:
     check_checkpoint_folder(config.trainer)
     task = make_task(config.task, seed=config.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
-        if config.model.tiny is not None:
-            # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
-            model_dir = create_tiny_model(Path(scratch), config.model.tiny, seed=config.run.seed)
-        else:
-            model_dir = find_model_dir(str(config.model.path))
-        check_trainer(model_dir, config.trainer)
-        if config.needs_reference:
-            check_trainer(model_dir, config.reference_trainer)
-        check_generator(model_dir, config.generator)
-        check_dtypes(config.weights, config.generator)
+        # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
+        model_dir = model_directory(config.model, Path(scratch), seed=config.run.seed)
+        check_models(model_dir, config)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
+from torch import Tensor
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.generation.transformers import TransformersGenerator
-from forge_trainer.pieces import StoreAddress, WeightsRef, WeightsVersion
+from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import Completion, SamplingParams
 from forge_trainer.weights.stores import open_store
@@ -56,6 +57,14 @@ class TransformersGeneratorActor(Actor):
     @concurrent_endpoint
     async def pull_weights(self, ref: WeightsRef | WeightsVersion | None) -> WeightsVersion:
         return await self._generator.pull_weights(ref)
+
+    @concurrent_endpoint
+    async def weight_checksums(self) -> WeightChecksums:
+        return await self._generator.weight_checksums()
+
+    @concurrent_endpoint
+    async def read_weight(self, name: str) -> Tensor:
+        return await self._generator.read_weight(name)
 
     @concurrent_endpoint
     async def status(self) -> GeneratorStatus:

@@ -18,6 +18,7 @@ from forge_trainer.pieces import (
     PieceRecord,
     RankPieces,
     TensorEntry,
+    TensorFacts,
     Verify,
     WeightsVersion,
     dtype_name,
@@ -41,6 +42,12 @@ def checksum(tensor: Tensor) -> bytes:
     """xxh3-128 of the tensor's bytes in row-major order."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_digest(data.data)
+
+
+def describe_tensor(tensor: Tensor, tied: tuple[str, ...] = ()) -> TensorFacts:
+    """Shape, dtype and checksum of a whole tensor on the CPU."""
+    shape = tuple(tensor.shape)
+    return TensorFacts(shape, dtype_name(tensor.dtype), checksum(tensor).hex(), tied)
 
 
 def describe_part(

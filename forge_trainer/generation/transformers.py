@@ -21,9 +21,9 @@ from transformers import GenerationConfig
 
 from forge_trainer.config.schema import GeneratorConfig
 from forge_trainer.errors import DataError, TornWeightsError, WeightsError
-from forge_trainer.functional.manifests import num_bytes_of
+from forge_trainer.functional.manifests import describe_tensor, num_bytes_of
 from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device, unique_tensors
-from forge_trainer.pieces import WeightsRef, WeightsVersion
+from forge_trainer.pieces import TensorFacts, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import GeneratorStatus, TransferStatus
 from forge_trainer.tasks import to_the_end
@@ -35,8 +35,9 @@ T = TypeVar("T")
 class TransformersGenerator:
     """Keeps the `Generator` protocol. Call `use_store` and `setup` first.
 
-    Generating and pulling take turns: a call that comes after a pull is answered by the pulled
-    weights, or, if the pull failed, by the old ones, and every completion says by which.
+    Generating, pulling and reading weights take turns: a call that comes after a pull is answered
+    by the pulled weights, or, if the pull failed, by the old ones, and every completion says by
+    which.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class TransformersGenerator:
         self._tokenizer = load_tokenizer(self._model_dir)
         self._tokenizer.padding_side = "left"
         self._model: Any = load_causal_lm(self._model_dir, dtype=self._dtype, device=self._device)
-        self._tensors = {name: t for name, (t, _) in unique_tensors(self._model).items()}
+        found = unique_tensors(self._model)
+        self._tensors = {name: tensor for name, (tensor, _) in found.items()}
+        self._tied = {name: tied for name, (_, tied) in found.items()}
         self._stop_ids = _stop_token_ids(self._model.generation_config, self._tokenizer)
         # Nothing of the directory's sampling defaults may survive: they would make the log-probs
         # those of another distribution.
@@ -87,9 +90,12 @@ class TransformersGenerator:
             WeightsError: the last pull failed half way.
         """
         async with self._turn:
-            if self._torn is not None:
-                raise WeightsError(self._torn)
+            self._require_whole()
             return await self._run("generate", lambda: self._generate(prompts, sampling))
+
+    def _require_whole(self) -> None:
+        if self._torn is not None:
+            raise WeightsError(self._torn)
 
     def _generate(self, prompts: Sequence[str], sampling: SamplingParams) -> list[list[Completion]]:
         prompt_ids = [self._encode(prompt, sampling) for prompt in prompts]
@@ -197,6 +203,40 @@ class TransformersGenerator:
             self._version, self._torn = version, None
             self._pull = TransferStatus(num_bytes_of(reading.manifest), time.perf_counter() - start)
         return version
+
+    async def weight_checksums(self) -> WeightChecksums:
+        """The version in use, and a checksum of every tensor.
+
+        Raises:
+            WeightsError: the last pull failed half way.
+        """
+        async with self._turn:
+            self._require_whole()
+            return await self._run("weight_checksums", self._checksums)
+
+    def _checksums(self) -> WeightChecksums:
+        tensors: dict[str, TensorFacts] = {}
+        for name, tensor in self._tensors.items():
+            tensors[name] = describe_tensor(tensor.detach().cpu(), self._tied[name])
+        return WeightChecksums(self._version, tensors)
+
+    async def read_weight(self, name: str) -> Tensor:
+        """A copy on the CPU of a tensor in use, by any of its names.
+
+        Raises:
+            WeightsError: there is no such tensor, or the last pull failed half way.
+        """
+        async with self._turn:
+            self._require_whole()
+            return await self._run("read_weight", lambda: self._read_weight(name))
+
+    def _read_weight(self, name: str) -> Tensor:
+        for first, tied in self._tied.items():
+            if name in (first, *tied):
+                return self._tensors[first].detach().to("cpu", copy=True)
+        raise WeightsError(
+            f"the generator's model has no tensor {name!r}; weight_checksums names those it has"
+        )
 
     async def get_status(self) -> GeneratorStatus:
         return GeneratorStatus(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_trainer.config.schema import AlgorithmConfig, GeneratorConfig, WeightsConfig
+from forge_trainer.config.schema import (
+    AlgorithmConfig,
+    GeneratorConfig,
+    GrpoConfig,
+    WeightsConfig,
+)
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.profiling import require_memory_snapshots
@@ -18,6 +23,19 @@ from forge_trainer.hf import (
     read_model_facts,
     resolve_device,
 )
+
+
+def check_models(path: Path, config: GrpoConfig) -> None:
+    """Trainer, reference and generator must fit the model and each other.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    check_trainer(path, config.trainer)
+    if config.needs_reference:
+        check_trainer(path, config.reference_trainer)
+    check_generator(path, config.generator)
+    check_dtypes(config.weights, config.generator)
 
 
 def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:

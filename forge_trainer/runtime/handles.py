@@ -15,6 +15,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import (
     SupervisionError as MonarchSupervisionError,
 )
 from monarch.actor import ActorError
+from torch import Tensor
 
 from forge_trainer.actors.generator import TransformersGeneratorActor
 from forge_trainer.actors.trainer import RANKS, TitanTrainer
@@ -26,7 +27,7 @@ from forge_trainer.errors import (
     ForgeTrainerError,
     WorkerLostError,
 )
-from forge_trainer.pieces import StoreAddress, WeightsRef, WeightsVersion
+from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import CallTicket, Completion, SamplingParams
 
@@ -200,6 +201,20 @@ class GeneratorHandle:
             lambda: self._actor.pull_weights.call_one(ref), "pull_weights"
         )
         return version
+
+    async def weight_checksums(self) -> WeightChecksums:
+        """The version in use, and a checksum of every tensor."""
+        checksums: WeightChecksums = await self._call(
+            lambda: self._actor.weight_checksums.call_one(), "weight_checksums"
+        )
+        return checksums
+
+    async def read_weight(self, name: str) -> Tensor:
+        """A copy on the CPU of a tensor in use; WeightsError if there is no such name."""
+        tensor: Tensor = await self._call(
+            lambda: self._actor.read_weight.call_one(name), "read_weight"
+        )
+        return tensor
 
     async def get_status(self) -> GeneratorStatus:
         status: GeneratorStatus = await self._call(
