@@ -155,6 +155,9 @@ class VersionReading:
     def _verify_and_copy(self, plan: _Plan, fetched: Sequence[Tensor]) -> None:
         for piece, data in zip(plan.pieces, fetched, strict=True):
             require_piece(self.manifest, piece, data)
+        if not plan.copies:
+            # An empty shard.
+            return
         self._source.require_unchanged()
         try:
             torch._foreach_copy_(
