@@ -168,6 +168,13 @@ class StagedPieces:
     location: str
     ready: torch.cuda.Event | None = None
     """Passed when the GPU has computed the sources."""
+    checksums: tuple[bytes, ...] = ()
+    """Of the copies, once they are made."""
+
+    @property
+    def written(self) -> RankPieces:
+        """What to say of them once they are where readers find them."""
+        return RankPieces(self.layout.encoded, self.checksums, self.location)
 
 
 @dataclass(frozen=True, slots=True)

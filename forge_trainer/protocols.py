@@ -200,6 +200,8 @@ class WeightStore(Protocol):
         """Remove what trainers left that are gone; called before a trainer's first version."""
         ...
 
+    def close(self) -> None: ...
+
 
 class Trainer(Protocol):
     """What a controller sees of a trainer: no ranks, no packing, no data-parallel size."""

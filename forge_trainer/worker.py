@@ -27,7 +27,7 @@ from forge_trainer.errors import (
     ForgeTrainerError,
 )
 from forge_trainer.functional.objective import make_loss
-from forge_trainer.pieces import Manifest, RankPieces, StagedPieces, StagedWeights, WeightsVersion
+from forge_trainer.pieces import RankPieces, StagedPieces, StagedWeights, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus
 from forge_trainer.types import (
@@ -177,24 +177,6 @@ class Worker:
             await asyncio.gather(self._writing, return_exceptions=True)
         await self._store.abandon(version, self._world.rank)
 
-    async def commit_weights(self, manifest: Manifest) -> None:
-        """Publish: from here on the version exists. Called on one rank, last."""
-        await self._store.commit(manifest)
-
-    async def held_versions(self) -> list[WeightsVersion]:
-        return await self._store.versions()
-
-    async def num_readers(self) -> int:
-        return await self._store.num_readers()
-
-    async def drop_weights(self, version: WeightsVersion) -> bool:
-        """True once it is gone; False while it is being read."""
-        return await self._store.drop(version)
-
-    async def clean_weights(self) -> None:
-        """Remove what former trainers left of versions that they did not publish."""
-        await self._store.clean()
-
     async def facts(self) -> RankFacts:
         facts = self._engine.facts()
         return RankFacts(
@@ -227,6 +209,7 @@ class Worker:
     def _close(self) -> None:
         self._profiler.end()
         self._engine.close()
+        self._store.close()
 
     async def _run(self, phase: str, work: Callable[[], T]) -> T:
         """The result of `work` on the work thread; its errors say where they come from."""

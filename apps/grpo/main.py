@@ -52,7 +52,7 @@ def start(config: GrpoConfig) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
         model_dir = model_directory(config.model, Path(scratch), seed=config.run.seed)
-        check_models(model_dir, config)
+        check_models(model_dir, config.trainers, config.generator, config.weights)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:

@@ -74,7 +74,7 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
             model_dir = checkpoint
         else:
             model_dir = find_model(config, Path(scratch))
-        check_models(model_dir, config)
+        check_models(model_dir, config.trainers, config.generator, config.weights)
         load = None if kind in (None, "hf") else checkpoint
         return report(asyncio.run(compare(config, model_dir.resolve(), load)))
 

@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
-from forge_trainer.pieces import Manifest, RankPieces, StagedWeights, StoreAddress, WeightsVersion
+from forge_trainer.pieces import RankPieces, StagedWeights, StoreAddress, WeightsVersion
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus
 from forge_trainer.types import (
     CallTicket,
@@ -152,26 +152,6 @@ class TitanTrainer(Actor):
     @concurrent_endpoint
     async def abandon_weights(self, version: WeightsVersion) -> None:
         await self._worker.abandon_weights(version)
-
-    @concurrent_endpoint
-    async def commit_weights(self, manifest: Manifest) -> None:
-        await self._worker.commit_weights(manifest)
-
-    @concurrent_endpoint
-    async def held_versions(self) -> list[WeightsVersion]:
-        return await self._worker.held_versions()
-
-    @concurrent_endpoint
-    async def num_readers(self) -> int:
-        return await self._worker.num_readers()
-
-    @concurrent_endpoint
-    async def drop_weights(self, version: WeightsVersion) -> bool:
-        return await self._worker.drop_weights(version)
-
-    @concurrent_endpoint
-    async def clean_weights(self) -> None:
-        await self._worker.clean_weights()
 
     @concurrent_endpoint
     async def facts(self) -> RankFacts:

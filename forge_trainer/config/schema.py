@@ -197,6 +197,11 @@ class GrpoConfig(Section):
         return bool(self.algorithm.loss_options.get("kl_coef"))
 
     @property
+    def trainers(self) -> list[TrainerConfig]:
+        """All that are started."""
+        return [self.trainer, *([self.reference_trainer] if self.needs_reference else [])]
+
+    @property
     def reference_trainer(self) -> TrainerConfig:
         """The trainer's config, frozen, in the reference's layout and on a free port."""
         layout = self.reference or self.trainer

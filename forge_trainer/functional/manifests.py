@@ -50,20 +50,11 @@ def describe_tensor(tensor: Tensor, tied: tuple[str, ...] = ()) -> TensorFacts:
     return TensorFacts(shape, dtype_name(tensor.dtype), checksum(tensor).hex(), tied)
 
 
-def describe_part(
-    layout: Layout,
-    tensors: Sequence[Tensor],
-    *,
-    version: WeightsVersion,
-    verify: Verify,
-    location: str,
-) -> RankPieces:
-    """What a rank says of the pieces it wrote; `tensors` hold the published bytes."""
-    checksums = tuple(
-        checksum(tensor) if is_verified(record.name, version, verify) else b""
-        for record, tensor in zip(layout.records, tensors, strict=True)
-    )
-    return RankPieces(layout.encoded, checksums, location)
+def piece_checksum(
+    record: PieceRecord, tensor: Tensor, version: WeightsVersion, verify: Verify
+) -> bytes:
+    """What `RankPieces.checksums` holds of a piece; empty if it is not verified."""
+    return checksum(tensor) if is_verified(record.name, version, verify) else b""
 
 
 def build_manifest(
@@ -150,24 +141,38 @@ def overlap(
     return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
 
 
-def require_piece(manifest: Manifest, address: PieceAddress, data: Tensor) -> None:
-    """A piece as it was read must be what the manifest says.
+def require_layout(manifest: Manifest, address: PieceAddress, data: Tensor) -> None:
+    """A piece that came from elsewhere must have the shape and dtype of its record.
 
     Raises:
-        WeightsError: another shape, dtype or (if there is one) checksum.
+        WeightsError: it does not.
     """
-    record, version = address.record, manifest.version
+    record = address.record
     if data.shape != record.shape or data.dtype != record.torch_dtype:
         found = (tuple(data.shape), dtype_name(data.dtype))
         raise WeightsError(
-            f"weights {version}: piece of {record.name} at {record.offsets} is {found}, the "
-            f"manifest says {(record.shape, record.dtype)}"
+            f"weights {manifest.version}: piece of {record.name} at {record.offsets} is {found}, "
+            f"the manifest says {(record.shape, record.dtype)}"
         )
-    wanted = manifest.parts[address.part].checksums[address.index]
-    if wanted and checksum(data) != wanted:
-        raise WeightsError(
-            f"weights {version}: checksum of {record.name} at {record.offsets} does not match"
-        )
+
+
+def require_checksums(
+    manifest: Manifest, pieces: Sequence[PieceAddress], tensors: Sequence[Tensor]
+) -> None:
+    """Pieces as they were read must be what was published, as far as that was recorded.
+
+    Raises:
+        WeightsError: a checksum does not match.
+    """
+    if not any(any(part.checksums) for part in manifest.parts):
+        return
+    for piece, data in zip(pieces, tensors, strict=True):
+        wanted = manifest.parts[piece.part].checksums[piece.index]
+        if wanted and checksum(data) != wanted:
+            raise WeightsError(
+                f"weights {manifest.version}: checksum of {piece.record.name} at "
+                f"{piece.record.offsets} does not match"
+            )
 
 
 def check_fits(

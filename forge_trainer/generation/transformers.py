@@ -57,6 +57,7 @@ class TransformersGenerator:
         self._phase = "starting"
         self._version = WeightsVersion(epoch=0, policy_version=0)
         self._pull: TransferStatus | None = None
+        self._store: WeightStore | None = None
         self._torn: str | None = None
         self._num_completions = 0
 
@@ -190,6 +191,8 @@ class TransformersGenerator:
         wanted = ref.version if isinstance(ref, WeightsRef) else ref
         if wanted is not None and wanted < self._version:
             raise WeightsError(f"weights {wanted} are older than {self._version}, in use")
+        if self._store is None:
+            raise WeightsError("this generator has no store to pull from; call use_store first")
         start = time.perf_counter()
         async with self._store.reading(wanted) as reading:
             version = reading.manifest.version
@@ -250,6 +253,8 @@ class TransformersGenerator:
 
     async def close(self) -> None:
         self._thread.shutdown(wait=True)
+        if self._store is not None:
+            self._store.close()
 
     async def _run(self, phase: str, work: Callable[[], T]) -> T:
         self._phase = phase

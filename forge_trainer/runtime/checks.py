@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from forge_trainer.config.schema import (
     AlgorithmConfig,
     GeneratorConfig,
-    GrpoConfig,
     WeightsConfig,
 )
 from forge_trainer.config.trainer import TrainerConfig
@@ -25,17 +25,21 @@ from forge_trainer.hf import (
 )
 
 
-def check_models(path: Path, config: GrpoConfig) -> None:
+def check_models(
+    path: Path,
+    trainers: Iterable[TrainerConfig],
+    generator: GeneratorConfig,
+    weights: WeightsConfig,
+) -> None:
     """Trainer, reference and generator must fit the model and each other.
 
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
-    check_trainer(path, config.trainer)
-    if config.needs_reference:
-        check_trainer(path, config.reference_trainer)
-    check_generator(path, config.generator)
-    check_dtypes(config.weights, config.generator)
+    for trainer in trainers:
+        check_trainer(path, trainer)
+    check_generator(path, generator)
+    check_dtypes(weights, generator)
 
 
 def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:

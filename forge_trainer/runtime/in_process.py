@@ -67,7 +67,7 @@ async def start_in_process_trainer(
     )
     store = store or MemoryWeightStore(weights.verify)
     worker.use_store(store)
-    setup = TrainerSetup(config, weights, model_dir, checkpoint_folder, store.transport)
+    setup = TrainerSetup(config, weights, model_dir, checkpoint_folder, store)
     handle = TrainerHandle(setup, InProcessRanks(worker))
     await handle.setup()
     return handle

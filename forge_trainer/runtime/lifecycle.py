@@ -20,8 +20,9 @@ from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.pieces import WeightsRef
 from forge_trainer.tasks import first_error
+from forge_trainer.weights.stores import open_store
 
-from .checks import check_dtypes, check_generator, check_trainer
+from .checks import check_models
 from .handles import GeneratorHandle, MeshRanks
 from .meshes import (
     STOP_TIMEOUT_S,
@@ -66,16 +67,14 @@ async def running_services(
     """A store, a TitanTrainer mesh, a generator and perhaps a reference model, ready for calls.
 
     Raises:
-        ConfigError: the config does not fit the model, the trainer's port is in use, or this
-            process runs services already.
+        ConfigError: the config does not fit the model, the trainer's port is in use, or shared
+            memory is asked for and cannot be had.
     """
     trainers = {"trainer": trainer} | ({} if reference is None else {"reference": reference})
+    check_models(model_dir, trainers.values(), generator, weights)
     for config in trainers.values():
-        check_trainer(model_dir, config)
         if config.master_port is not None:
             require_free_port(config.master_port)
-    check_generator(model_dir, generator)
-    check_dtypes(weights, generator)
     prepare_controller()
     async with contextlib.AsyncExitStack() as stack:
         store = RunStore(weights, stack)
@@ -93,12 +92,13 @@ async def running_services(
             for name, config in trainers.items()
         }
         generating = _spawn_generator(generator_mesh, generator, weights, model_dir, seed)
-        address = await store.open([ranks["trainer"], generating])
+        opened = {"trainer": await store.open([ranks["trainer"], generating])}
         if reference is not None:
             await ranks["reference"].open_store(IN_MEMORY)
+            opened["reference"] = open_store(IN_MEMORY, weights)
         handles = {
             name: TrainerHandle(
-                TrainerSetup(config, weights, model_dir, checkpoint_folder, address.transport),
+                TrainerSetup(config, weights, model_dir, checkpoint_folder, opened[name]),
                 ranks[name],
             )
             for name, config in trainers.items()

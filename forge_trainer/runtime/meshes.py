@@ -73,21 +73,10 @@ def _prepare_torchstore() -> None:
 
 
 async def start_store(mesh: ProcMesh, name: str) -> None:
-    """Make the mesh's only process the volume of a torchstore called `name`.
-
-    Raises:
-        ConfigError: this controller runs a store of that name already.
-    """
+    """Make the mesh's only process the volume of a torchstore called `name`."""
     import torchstore
 
-    try:
-        await torchstore.initialize(mesh=mesh, store_name=name)
-    except Exception as error:
-        if "already initialized" not in str(error):
-            raise
-        raise ConfigError(
-            "this process runs a weight store already; close the other run first"
-        ) from error
+    await torchstore.initialize(mesh=mesh, store_name=name)
 
 
 async def stop_store(name: str) -> None:

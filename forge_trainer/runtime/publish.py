@@ -1,4 +1,4 @@
-"""Publishing: all ranks stage and write their pieces, then one writes the manifest, then old
+"""Publishing: all ranks stage and write their pieces, then the manifest is written, then old
 versions go. From staging on, it may run beside the next calls."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import build_manifest
 from forge_trainer.pieces import RankPieces, StagedWeights, WeightsRef, WeightsVersion
+from forge_trainer.protocols import WeightStore
 from forge_trainer.status import TransferStatus
 
 from .ranks import RankCalls, ask_all
@@ -23,10 +24,10 @@ logger = logging.getLogger(__name__)
 class WeightsPublisher:
     """Gives a trainer's weights to the store, each version once and in order."""
 
-    def __init__(self, ranks: RankCalls, config: WeightsConfig, transport: str) -> None:
+    def __init__(self, ranks: RankCalls, config: WeightsConfig, store: WeightStore) -> None:
         self._ranks = ranks
         self._config = config
-        self.transport = transport
+        self._store = store
         self._epoch = 0
         self._writing: asyncio.Task[list[RankPieces]] | None = None
         self._publishing: asyncio.Task[WeightsRef] | None = None
@@ -41,10 +42,17 @@ class WeightsPublisher:
 
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
-        await self._ranks.ask(0, "clean_weights")
-        self.held = await self._ranks.ask(0, "held_versions")
+        await self._store.clean()
+        self.held = await self._store.versions()
         epochs = [version.epoch + 1 for version in self.held]
         self._epoch = max([self._epoch, *epochs])
+
+    async def replace_store(self, store: WeightStore) -> None:
+        """Publish through another store from now on, in a new epoch."""
+        self._store = store
+        self._leaving.clear()
+        self.open_epoch()
+        await self.start()
 
     def open_epoch(self) -> None:
         """From now on versions are newer than all before, so a step may be published again."""
@@ -73,7 +81,7 @@ class WeightsPublisher:
             num_tensors=len({name for one in staged for name in one.names}),
             num_bytes=sum(one.num_bytes for one in staged),
             dtype=self._config.dtype,
-            transport=self.transport,
+            transport=self._store.transport,
         )
         self._writing = asyncio.create_task(self._written(staged), name=f"write {version}")
         self._publishing = asyncio.create_task(
@@ -103,8 +111,8 @@ class WeightsPublisher:
     ) -> WeightsRef:
         version = ref.version
         try:
-            manifest = build_manifest(version, self.transport, await writing)
-            await self._ranks.ask(0, "commit_weights", manifest)
+            manifest = build_manifest(version, self._store.transport, await writing)
+            await self._store.commit(manifest)
         except BaseException:
             await self._abandon(version)
             raise
@@ -117,7 +125,7 @@ class WeightsPublisher:
     async def num_readers(self) -> int:
         """Readers that hold a version now; 0 if the store does not answer."""
         try:
-            return int(await self._ranks.ask(0, "num_readers"))
+            return await self._store.num_readers()
         except WeightsError as error:
             logger.warning("%s", error)
             return 0
@@ -159,7 +167,7 @@ class WeightsPublisher:
                 await self.wait()
 
     async def close(self) -> None:
-        """Wait for what runs; a failure is logged."""
+        """Wait for what runs."""
         for task in (self._publishing, self._dropping):
             if task is not None:
                 await asyncio.wait([task])
@@ -173,7 +181,7 @@ class WeightsPublisher:
         self.held = self.held[-keep:]
         try:
             for version in list(self._leaving):
-                if await self._ranks.ask(0, "drop_weights", version):
+                if await self._store.drop(version):
                     self._leaving.remove(version)
         except Exception as error:
             logger.warning("could not drop old weights: %s", error)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.errors import EngineError
+from forge_trainer.protocols import WeightStore
 
 T = TypeVar("T")
 
@@ -23,8 +24,8 @@ class TrainerSetup:
     weights: WeightsConfig
     model_dir: Path
     checkpoint_folder: Path
-    transport: str
-    """Of published weights."""
+    store: WeightStore
+    """Where the ranks publish, as the controller reaches it."""
 
 
 class RankCalls(Protocol):

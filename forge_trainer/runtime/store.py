@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,9 @@ from typing import Protocol
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.pieces import StoreAddress
+from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.shared_folder import LOCK, shared_folder
+from forge_trainer.weights.stores import open_store
 
 from .meshes import closing, running_mesh, start_store, stop_store
 
@@ -46,7 +48,6 @@ class RunStore:
         self._config = config
         self._stack = stack
         self._members: Sequence[StoreMember] = ()
-        self._names = (f"{STORE_NAME}_{number}" for number in itertools.count(1))
         self._folder: Path | None = None
         self.address = IN_MEMORY
         """Where it is, once it is open."""
@@ -59,17 +60,14 @@ class RunStore:
                     raise
                 logger.warning("weights.transport auto: %s", error)
 
-    async def open(self, members: Sequence[StoreMember]) -> StoreAddress:
-        """Choose the transport and open the store in all members.
+    async def open(self, members: Sequence[StoreMember]) -> WeightStore:
+        """Choose the transport and open the store in all members, and here.
 
         Raises:
             ConfigError: shared memory is asked for, and not all members see it.
         """
         self._members = members
-        address = await self._choose()
-        await self._open_in_members(address)
-        logger.info("weights travel through %s (%s)", address.transport, address.location)
-        return address
+        return await self._open_everywhere(await self._choose())
 
     async def _choose(self) -> StoreAddress:
         if self._folder is not None:
@@ -85,7 +83,7 @@ class RunStore:
         return await self._start_torchstore()
 
     async def _start_torchstore(self) -> StoreAddress:
-        name = next(self._names)
+        name = f"{STORE_NAME}_{secrets.token_hex(4)}"
         mesh = await self._stack.enter_async_context(
             running_mesh("store", num_processes=1, cpu_threads=1)
         )
@@ -93,7 +91,7 @@ class RunStore:
         self._stack.push_async_callback(closing, "store", lambda: stop_store(name))
         return StoreAddress("torchstore", name)
 
-    async def restart(self) -> StoreAddress:
+    async def restart(self) -> WeightStore:
         """A new, empty torchstore in place of one whose process is gone.
 
         Raises:
@@ -101,10 +99,12 @@ class RunStore:
         """
         if self._folder is not None and self._config.transport != "torchstore":
             raise ConfigError("weights travel through shared memory: no process can be restarted")
-        address = await self._start_torchstore()
-        await self._open_in_members(address)
-        return address
+        return await self._open_everywhere(await self._start_torchstore())
 
-    async def _open_in_members(self, address: StoreAddress) -> None:
+    async def _open_everywhere(self, address: StoreAddress) -> WeightStore:
         self.address = address
         await asyncio.gather(*(member.open_store(address) for member in self._members))
+        store = open_store(address, self._config)
+        self._stack.callback(store.close)
+        logger.info("weights travel through %s (%s)", address.transport, address.location)
+        return store

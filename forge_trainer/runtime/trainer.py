@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
 from forge_trainer.pieces import WeightsRef
+from forge_trainer.protocols import WeightStore
 from forge_trainer.status import EngineFacts, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointFormat,
@@ -41,7 +42,7 @@ class TrainerHandle:
         self._setup = setup
         self._ranks = ranks
         self._step = 0
-        self._publisher = WeightsPublisher(ranks, setup.weights, setup.transport)
+        self._publisher = WeightsPublisher(ranks, setup.weights, setup.store)
         self._turns = Turns(before=self._publisher.raise_failure)
         self._checkpoints = Checkpoints(
             ranks, setup.checkpoint_folder, setup.trainer.keep_checkpoints
@@ -241,12 +242,10 @@ class TrainerHandle:
         """
         return await self._publisher.wait()
 
-    async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
         """Publish through the store that `restart` opens, in a new epoch."""
         await self._publisher.close()
-        await self._turns.take(restart)
-        await self._publisher.start()
-        self._publisher.open_epoch()
+        await self._publisher.replace_store(await self._turns.take(restart))
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import describe_part
 from forge_trainer.pieces import (
     Layout,
     Manifest,
@@ -34,8 +33,7 @@ class MemoryWeightStore:
     transport = "memory"
 
     def __init__(self, verify: Verify = "full") -> None:
-        self._verify: Verify = verify
-        self._copier = PieceCopier()
+        self._copier = PieceCopier(verify)
         self._plans = Plans()
         self._pieces: dict[tuple[WeightsVersion, int], list[Tensor]] = {}
         self._manifests: dict[WeightsVersion, Manifest] = {}
@@ -59,19 +57,10 @@ class MemoryWeightStore:
         return staged
 
     async def write(self, staged: StagedPieces) -> RankPieces:
-        return await asyncio.to_thread(self._write, staged)
-
-    def _write(self, staged: StagedPieces) -> RankPieces:
         if staged.sources:
-            self._copier.copy(staged)
+            await asyncio.to_thread(self._copier.copy, staged)
         self._pieces[staged.version, staged.rank] = staged.copies
-        return describe_part(
-            staged.layout,
-            staged.copies,
-            version=staged.version,
-            verify=self._verify,
-            location=staged.location,
-        )
+        return staged.written
 
     async def abandon(self, version: WeightsVersion, rank: int) -> None:
         self._pieces.pop((version, rank), None)
@@ -111,6 +100,9 @@ class MemoryWeightStore:
     async def clean(self) -> None:
         for key in [key for key in self._pieces if key[0] not in self._manifests]:
             del self._pieces[key]
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 class _Pieces:

@@ -16,7 +16,7 @@ from forge_trainer.errors import TornWeightsError, WeightsError
 from forge_trainer.functional.manifests import (
     check_fits,
     overlap,
-    require_piece,
+    require_checksums,
     tensors_of,
     ties_of,
 )
@@ -28,10 +28,10 @@ class PieceSource(Protocol):
     """How a transport gives the pieces of a version that a reader holds."""
 
     async def fetch(self, pieces: Sequence[PieceAddress]) -> Sequence[Tensor]:
-        """The pieces on the CPU, whole, and good as long as the version is held.
+        """The pieces on the CPU, as their records say, and good as long as the version is held.
 
         Raises:
-            WeightsError: a piece is gone.
+            WeightsError: a piece is gone, or has another shape or dtype.
         """
         ...
 
@@ -153,8 +153,7 @@ class VersionReading:
 
     @torch.no_grad()
     def _verify_and_copy(self, plan: _Plan, fetched: Sequence[Tensor]) -> None:
-        for piece, data in zip(plan.pieces, fetched, strict=True):
-            require_piece(self.manifest, piece, data)
+        require_checksums(self.manifest, plan.pieces, fetched)
         if not plan.copies:
             # An empty shard.
             return

@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,10 +21,14 @@ from torch import Tensor
 from forge_trainer.errors import WeightsError
 from forge_trainer.pieces import Layout, PieceRecord
 
+from .staging import Block
+
 _HEADER = struct.Struct("<QQ")
 """Generation; 1 while a version uses the segment."""
 DATA_START = 4096
 ALIGNMENT = 64
+BLOCK_BYTES = 512 * 1024
+"""Fits into a core's own cache."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -34,6 +39,24 @@ def packed_bytes(layout: Layout) -> int:
 
 def _padded(record: PieceRecord) -> int:
     return -(-record.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _in_blocks(layout: Layout) -> Iterator[tuple[torch.dtype, list[int]]]:
+    """Indices of pieces that follow each other, of one dtype and about BLOCK_BYTES."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, record in enumerate(layout.records):
+        by_dtype.setdefault(record.torch_dtype, []).append(index)
+    for dtype, indices in by_dtype.items():
+        block: list[int] = []
+        num_bytes = 0
+        for index in indices:
+            block.append(index)
+            num_bytes += _padded(layout.records[index])
+            if num_bytes >= BLOCK_BYTES:
+                yield dtype, block
+                block, num_bytes = [], 0
+        if block:
+            yield dtype, block
 
 
 class Segment:
@@ -56,7 +79,7 @@ class Segment:
         self.num_bytes = len(self._map) - DATA_START
         self._layout: Layout | None = None
         self._views: list[Tensor] = []
-        self._runs: list[Tensor] = []
+        self._blocks: list[Block] = []
 
     @classmethod
     def create(cls, path: Path, num_bytes: int) -> Segment:
@@ -118,10 +141,10 @@ class Segment:
         self._look_through(layout)
         return self._views
 
-    def runs(self, layout: Layout) -> list[Tensor]:
-        """All numbers of a dtype as one tensor; gaps between pieces hold zeros."""
+    def blocks(self, layout: Layout) -> list[Block]:
+        """The pieces in the order in which they lie, in blocks of one dtype."""
         self._look_through(layout)
-        return self._runs
+        return self._blocks
 
     def _look_through(self, layout: Layout) -> None:
         """Lay the layout over the mapped bytes: one dtype after the other."""
@@ -130,20 +153,18 @@ class Segment:
         if packed_bytes(layout) > self.num_bytes:
             raise WeightsError(f"segment {self.path} is shorter than its manifest says")
         views: dict[int, Tensor] = {}
-        runs: list[Tensor] = []
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, record in enumerate(layout.records):
-            by_dtype.setdefault(record.torch_dtype, []).append(index)
+        blocks: list[Block] = []
         end = DATA_START
-        for dtype, indices in by_dtype.items():
+        for dtype, indices in _in_blocks(layout):
             start = end
             for index in indices:
                 record = layout.records[index]
                 views[index] = self._tensor(dtype, end, record.num_bytes).view(record.shape)
                 end += _padded(record)
-            runs.append(self._tensor(dtype, start, end - start))
+            # Gaps between pieces hold zeros.
+            blocks.append(Block(tuple(indices), self._tensor(dtype, start, end - start)))
         self._views = [views[index] for index in range(len(views))]
-        self._runs = runs
+        self._blocks = blocks
         self._layout = layout
 
     def _tensor(self, dtype: torch.dtype, start: int, num_bytes: int) -> Tensor:

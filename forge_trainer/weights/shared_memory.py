@@ -23,7 +23,6 @@ from pathlib import Path
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import describe_part
 from forge_trainer.pieces import (
     Layout,
     Manifest,
@@ -51,23 +50,24 @@ class SharedMemoryWeightStore:
         self._manifests = folder / MANIFESTS
         self._leases = folder / LEASES
         self._segments = folder / SEGMENTS
-        self._lock = hold(folder)
-        self._verify: Verify = verify
+        self._lock: int | None = hold(folder)
         self._id = secrets.token_hex(4)
         self._own: list[Segment] = []
         self._num_created = 0
         self._layout: Layout | None = None
         self._staged: dict[int, tuple[WeightsVersion, str]] = {}
         """Of each rank, what it staged last."""
-        self._copier = PieceCopier()
+        self._copier = PieceCopier(verify)
         self._mapped: dict[str, Segment] = {}
         self._plans = Plans()
         self._hidden: dict[WeightsVersion, Manifest] = {}
         self._inherited: set[str] = set()
 
     def close(self) -> None:
-        """Let go of the folder."""
-        os.close(self._lock)
+        """Let go of the folder; whoever opened it may do so more than once."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # Publishing
 
@@ -107,25 +107,16 @@ class SharedMemoryWeightStore:
 
     def _copy(self, staged: StagedPieces) -> None:
         segment = self._segment_at(staged.location)
-        self._copier.copy(staged, segment.runs(staged.layout))
+        self._copier.copy(staged, segment.blocks(staged.layout))
 
     def _segment_at(self, location: str) -> Segment:
         name, _ = _place(location)
         return next(segment for segment in self._own if segment.path.name == name)
 
     async def write(self, staged: StagedPieces) -> RankPieces:
-        return await asyncio.to_thread(self._write, staged)
-
-    def _write(self, staged: StagedPieces) -> RankPieces:
         if staged.sources:
-            self._copy(staged)
-        return describe_part(
-            staged.layout,
-            staged.copies,
-            version=staged.version,
-            verify=self._verify,
-            location=staged.location,
-        )
+            await asyncio.to_thread(self._copy, staged)
+        return staged.written
 
     async def abandon(self, version: WeightsVersion, rank: int) -> None:
         staged, location = self._staged.get(rank, (None, ""))

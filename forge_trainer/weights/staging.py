@@ -3,41 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.pieces import Layout, PieceRecord, StagedPieces, WeightPiece, WeightsVersion
+from forge_trainer.functional.manifests import piece_checksum
+from forge_trainer.pieces import Layout, StagedPieces, Verify, WeightPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Pieces that are copied and checked in one go, while they are in the processor's cache."""
+
+    indices: tuple[int, ...]
+    numbers: Tensor
+    """All of them as one tensor."""
 
 
 class PieceCopier:
-    """Copies pieces from any device into host memory, casting on the way.
+    """Copies pieces from any device into host memory, casting on the way, and checks the copies.
 
     From a GPU they go through two pinned buffers in turn, on a stream of their own, so that
     training does not wait for them and one is emptied while the other fills.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verify: Verify) -> None:
+        self._verify: Verify = verify
         self._pinned: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
-    def copy(self, staged: StagedPieces, runs: Sequence[Tensor] | None = None) -> None:
-        """Fill `staged.copies` from its sources.
-
-        `runs` are the same numbers in fewer tensors, where there are some.
+    def copy(self, staged: StagedPieces, blocks: Sequence[Block] | None = None) -> None:
+        """Fill `staged.copies` from its sources, and take their checksums.
 
         Raises:
             WeightsError: a value is not finite in the dtype that is published.
         """
-        if any(source.is_cuda for source in staged.sources):
+        copies, sources = staged.copies, staged.sources
+        if blocks is None:
+            blocks = [Block((index,), copy) for index, copy in enumerate(copies)]
+        is_on_gpu = any(source.is_cuda for source in sources)
+        if is_on_gpu:
             self._copy_from_gpu(staged)
-        elif staged.sources:
-            torch._foreach_copy_(staged.copies, staged.sources)
+        checksums = [b""] * len(copies)
+        for block in blocks:
+            if not is_on_gpu:
+                torch._foreach_copy_(
+                    [copies[index] for index in block.indices],
+                    [sources[index] for index in block.indices],
+                )
+            if not _sum_is_finite(block.numbers):
+                _require_finite(staged, block.indices)
+            for index in block.indices if self._verify != "off" else ():
+                record = staged.layout.records[index]
+                checksums[index] = piece_checksum(
+                    record, copies[index], staged.version, self._verify
+                )
+        staged.checksums = tuple(checksums)
         staged.sources = []
-        if not all(_sum_is_finite(run) for run in (staged.copies if runs is None else runs)):
-            _require_finite(staged.version, staged.layout.records, staged.copies)
 
     def _copy_from_gpu(self, staged: StagedPieces) -> None:
         largest = max(copy.nbytes for copy in staged.copies)
@@ -82,12 +107,11 @@ def _sum_is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum()))
 
 
-def _require_finite(
-    version: WeightsVersion, records: Sequence[PieceRecord], tensors: Sequence[Tensor]
-) -> None:
-    for record, tensor in zip(records, tensors, strict=True):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise WeightsError(f"weights {version}: {record.name} is not finite; not published")
+def _require_finite(staged: StagedPieces, indices: Sequence[int]) -> None:
+    for index in indices:
+        if not torch.isfinite(staged.copies[index]).all():
+            name = staged.layout.records[index].name
+            raise WeightsError(f"weights {staged.version}: {name} is not finite; not published")
 
 
 class HostBuffers:

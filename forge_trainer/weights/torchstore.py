@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import describe_part
+from forge_trainer.functional.manifests import require_layout
 from forge_trainer.pieces import (
     Layout,
     Manifest,
@@ -56,10 +56,9 @@ class TorchStoreWeightStore:
         self, store_name: str, verify: Verify = "full", *, lease_timeout_s: float = 30.0
     ) -> None:
         self._store_name = store_name
-        self._verify: Verify = verify
         self._lease_timeout_s = lease_timeout_s
         self._watch = LeaseWatch(lease_timeout_s)
-        self._copier = PieceCopier()
+        self._copier = PieceCopier(verify)
         self._buffers = HostBuffers()
         self._plans = Plans()
 
@@ -117,14 +116,7 @@ class TorchStoreWeightStore:
         names = [record.name for record in staged.layout.records]
         with self._failures(f"weights {staged.version}: cannot be written"):
             await _bounded_gather(put, list(zip(names, staged.copies, strict=True)))
-        return await asyncio.to_thread(
-            describe_part,
-            staged.layout,
-            staged.copies,
-            version=staged.version,
-            verify=self._verify,
-            location=staged.location,
-        )
+        return staged.written
 
     async def abandon(self, version: WeightsVersion, rank: int) -> None:
         await self._delete_all(pieces_prefix(version, rank))
@@ -205,6 +197,9 @@ class TorchStoreWeightStore:
         with self._failures(f"{prefix} cannot be deleted"):
             await _bounded_gather(client.delete, await client.keys(prefix))
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 class _Keys:
     """Keeps `PieceSource`."""
@@ -224,6 +219,7 @@ class _Keys:
                     f"weights {self._manifest.version}: cannot read the piece of {name} at "
                     f"{piece.record.offsets}: {error}"
                 ) from error
+            require_layout(self._manifest, piece, data)
             return data
 
         return await _bounded_gather(get, pieces)

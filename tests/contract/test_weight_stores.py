@@ -21,6 +21,7 @@ from forge_trainer.runtime.meshes import prepare_controller, running_mesh, start
 from forge_trainer.weights.memory import MemoryWeightStore
 from forge_trainer.weights.shared_folder import shared_folder
 from forge_trainer.weights.shared_memory import SharedMemoryWeightStore
+from forge_trainer.weights.staging import PieceCopier
 from forge_trainer.weights.stores import open_store
 from forge_trainer.weights.torchstore import TorchStoreWeightStore
 from tests.weights import V0, V1, V2, model, pieces_of, publish, read_all
@@ -92,7 +93,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
         def open_one(verify: Verify = "full") -> WeightStore:
             if shared is not None:
-                shared._verify = verify
+                shared._copier = PieceCopier(verify)
                 return cast(WeightStore, shared)
             return open_store(address, WeightsConfig(verify=verify, lease_timeout_s=1.0))
 

@@ -12,11 +12,12 @@ from forge_trainer.functional.manifests import (
     build_manifest,
     check_fits,
     checksum,
-    describe_part,
     is_verified,
     num_bytes_of,
     overlap,
-    require_piece,
+    piece_checksum,
+    require_checksums,
+    require_layout,
     tensors_of,
     ties_of,
 )
@@ -35,9 +36,11 @@ def _part(
         for start, end in row_ranges
     ]
     tensors = [FULL[start:end] for start, end in row_ranges]
-    return describe_part(
-        Layout(tuple(records)), tensors, version=VERSION, verify="full", location="here"
+    checksums = tuple(
+        piece_checksum(record, tensor, VERSION, "full")
+        for record, tensor in zip(records, tensors, strict=True)
     )
+    return RankPieces(Layout(tuple(records)).encoded, checksums, "here")
 
 
 def _manifest(*parts: RankPieces) -> Manifest:
@@ -112,14 +115,15 @@ def test_what_rectangles_share() -> None:
 def test_a_flipped_byte_is_caught_with_version_and_tensor() -> None:
     manifest = _manifest(_part((0, 4)))
     (piece,) = tensors_of(manifest)["w"].pieces
-    require_piece(manifest, piece, FULL)
+    require_layout(manifest, piece, FULL)
+    require_checksums(manifest, [piece], [FULL])
     damaged = FULL.clone()
     damaged.view(torch.uint8)[1, 5] ^= 1
     with pytest.raises(WeightsError, match="e0v3: checksum of w at"):
-        require_piece(manifest, piece, damaged)
+        require_checksums(manifest, [piece], [damaged])
     for other in (FULL[:2], FULL.bfloat16()):
         with pytest.raises(WeightsError, match="piece of w .* the manifest says"):
-            require_piece(manifest, piece, other)
+            require_layout(manifest, piece, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -166,22 +170,19 @@ def test_a_sample_verifies_every_tensor_once_in_eight_versions() -> None:
 
 @pytest.mark.parametrize(("verify", "catches"), [("full", 8), ("sample", 1), ("off", 0)])
 def test_a_flipped_byte_is_caught_as_often_as_is_asked_for(verify: Verify, catches: int) -> None:
-    """In eight versions of one tensor; shapes and dtypes are compared in any case."""
+    """In eight versions of one tensor."""
     record = PieceRecord("w", "float32", (4, 3), (0, 0), (4, 3))
     damaged = FULL.clone()
     damaged.view(torch.uint8)[1, 5] ^= 1
     caught = 0
     for policy_version in range(8):
         version = WeightsVersion(0, policy_version)
-        part = describe_part(
-            Layout((record,)), [FULL], version=version, verify=verify, location="here"
-        )
+        checksums = (piece_checksum(record, FULL, version, verify),)
+        part = RankPieces(Layout((record,)).encoded, checksums, "here")
         manifest = dataclasses.replace(_manifest(part), version=version)
         (piece,) = tensors_of(manifest)["w"].pieces
         try:
-            require_piece(manifest, piece, damaged)
+            require_checksums(manifest, [piece], [damaged])
         except WeightsError:
             caught += 1
-        with pytest.raises(WeightsError, match="the manifest says"):
-            require_piece(manifest, piece, FULL[:2])
     assert caught == catches
