@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine.local import LocalEngine
+from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.pieces import WeightPiece
 from forge_trainer.status import EngineFacts
 from forge_trainer.types import World
@@ -48,3 +50,15 @@ class FaultyEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class SlowToPublish(TitanEngine):
+    """Once there is a file `slow` beside the model, its last rank does not come past one piece."""
+
+    def weight_pieces(self, *, dtype: torch.dtype) -> Iterator[WeightPiece]:
+        for index, piece in enumerate(super().weight_pieces(dtype=dtype)):
+            is_stuck = index == 1 and self._world.rank == self._world.size - 1
+            if is_stuck and (self._model_dir / "slow").exists():
+                (self._model_dir / "reached").touch()
+                threading.Event().wait()
+            yield piece
