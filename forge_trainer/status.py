@@ -46,6 +46,8 @@ class TrainerFacts:
     max_sequence_tokens: int
     num_parameters: int
     dp_size: int
+    weights_transport: str
+    """How published weights travel."""
     ranks: list[RankFacts]
     library_versions: dict[str, str]
 

@@ -14,7 +14,9 @@ from .ranks import RankCalls, ask_all
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 
 
-async def trainer_facts(ranks: RankCalls, facts: EngineFacts, model_dir: Path) -> TrainerFacts:
+async def trainer_facts(
+    ranks: RankCalls, facts: EngineFacts, model_dir: Path, transport: str
+) -> TrainerFacts:
     """Facts that do not change while the trainer lives."""
     return TrainerFacts(
         model_path=str(model_dir),
@@ -23,6 +25,7 @@ async def trainer_facts(ranks: RankCalls, facts: EngineFacts, model_dir: Path) -
         max_sequence_tokens=facts.max_sequence_tokens,
         num_parameters=facts.num_parameters,
         dp_size=facts.dp_size,
+        weights_transport=transport,
         ranks=await ask_all(ranks, "facts"),
         library_versions={name: importlib.metadata.version(name) for name in LIBRARIES},
     )

@@ -40,6 +40,11 @@ class WeightsPublisher:
         """Versions that exist, oldest first."""
         self.push: TransferStatus | None = None
 
+    @property
+    def transport(self) -> str:
+        """How the weights travel."""
+        return self._store.transport
+
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
         await self._store.clean()
@@ -81,7 +86,7 @@ class WeightsPublisher:
             num_tensors=len({name for one in staged for name in one.names}),
             num_bytes=sum(one.num_bytes for one in staged),
             dtype=self._config.dtype,
-            transport=self._store.transport,
+            transport=self.transport,
         )
         self._writing = asyncio.create_task(self._written(staged), name=f"write {version}")
         self._publishing = asyncio.create_task(
@@ -111,7 +116,7 @@ class WeightsPublisher:
     ) -> WeightsRef:
         version = ref.version
         try:
-            manifest = build_manifest(version, self._store.transport, await writing)
+            manifest = build_manifest(version, self.transport, await writing)
             await self._store.commit(manifest)
         except BaseException:
             await self._abandon(version)

@@ -186,6 +186,8 @@ def batch_metrics(
     if sync is not None:
         row["weights/bytes"] = sync.ref.num_bytes
         row["weights/stall_s"] = sync.stall_s
+        row["weights/versions_held"] = sync.num_held
+        row["weights/readers"] = sync.num_readers
         for name, transfer in (("push", sync.push), ("pull", sync.pull)):
             row[f"weights/{name}_s"] = transfer.seconds
             row[f"weights/{name}_gb_per_s"] = transfer.gb_per_s

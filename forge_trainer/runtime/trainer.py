@@ -249,7 +249,8 @@ class TrainerHandle:
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
-        return await trainer_facts(self._ranks, self._facts, self._setup.model_dir)
+        setup, transport = self._setup, self._publisher.transport
+        return await trainer_facts(self._ranks, self._facts, setup.model_dir, transport)
 
     async def get_status(self) -> TrainerStatus:
         """A snapshot that answers at once, also while a step runs."""

@@ -18,6 +18,10 @@ class SyncReport:
     pull: TransferStatus
     stall_s: float
     """What the trainer waited for: staging."""
+    num_held: int
+    """Versions that can be pulled."""
+    num_readers: int
+    """Readers that hold one after the pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,15 @@ async def finish_sync(staged: Staged, trainer: Trainer, generator: Generator) ->
     pushed = time.perf_counter()
     await generator.pull_weights(staged.ref)
     pulled = time.perf_counter()
+    status = await trainer.get_status()
     num_bytes = staged.ref.num_bytes
     return SyncReport(
         staged.ref,
         push=TransferStatus(num_bytes, pushed - staged.begun),
         pull=TransferStatus(num_bytes, pulled - pushed),
         stall_s=staged.stall_s,
+        num_held=len(status.held),
+        num_readers=status.num_readers,
     )
 
 

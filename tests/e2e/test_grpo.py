@@ -38,6 +38,9 @@ KEYS = {
     "weights/pull_s",
     "weights/push_gb_per_s",
     "weights/push_s",
+    "weights/readers",
+    "weights/stall_s",
+    "weights/versions_held",
 }
 
 

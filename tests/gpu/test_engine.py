@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +22,15 @@ from forge_trainer.engine.local import LocalEngine
 from forge_trainer.engine.profiling import StepProfiler
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.errors import EngineError
+from forge_trainer.functional.manifests import build_manifest
 from forge_trainer.functional.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.runtime.batches import GPU_FLEX_BLOCK
 from forge_trainer.types import SaveRequest
+from forge_trainer.weights.shared_folder import shared_folder
+from forge_trainer.weights.shared_memory import SharedMemoryWeightStore
 from tests.data import random_sequences
-from tests.weights import published_by
+from tests.weights import V0, published_by
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,13 +69,31 @@ def test_five_steps_equal_the_slow_obvious_engine(tiny_qwen3: Path) -> None:
         assert found_norm == pytest.approx(wanted_norm, rel=1e-4)
 
 
-def test_pushed_pieces_are_host_copies(tiny_qwen3: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_pushed_weights_go_through_pinned_memory_on_a_stream_of_their_own(
+    tiny_qwen3: Path, in_place: bool
+) -> None:
     titan = TitanEngine(CONFIG.model_copy(update={"device": "cuda"}), tiny_qwen3)
     titan.setup()
-    pieces = list(titan.weight_pieces(dtype=torch.bfloat16))
-    assert {(piece.data.device.type, piece.data.dtype) for piece in pieces} == {
-        ("cpu", torch.bfloat16)
-    }
+    wanted = published_by(titan, torch.bfloat16)
+
+    async def push() -> dict[str, torch.Tensor]:
+        with shared_folder() as folder:
+            store = SharedMemoryWeightStore(folder)
+            pieces = titan.weight_pieces(dtype=torch.bfloat16)
+            staged = store.stage(V0, 0, pieces, in_place=in_place)
+            part = await store.write(staged)
+            assert all(buffer.is_pinned() for buffer in store._copier._pinned)
+            assert store._copier._stream != torch.cuda.current_stream()
+            await store.commit(build_manifest(V0, store.transport, [part]))
+            live = {name: torch.zeros_like(t, device="cuda") for name, t in wanted.items()}
+            async with store.reading() as reading:
+                await reading.load_into(live)
+            store.close()
+            return live
+
+    found = asyncio.run(push())
+    assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in wanted.items())
 
 
 def _stepped(engine: TitanEngine) -> float:

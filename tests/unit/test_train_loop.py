@@ -18,6 +18,7 @@ from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
 from forge_trainer.runtime.pipeline import Pipeline
 from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
+from forge_trainer.status import TrainerStatus
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import (
     Episode,
@@ -60,6 +61,10 @@ class FakeTrainer:
         assert not wait
         self.pushed.append(self.step)
         return WeightsRef(WeightsVersion(0, self.step), 1, 4, "float32", "memory")
+
+    async def get_status(self) -> TrainerStatus:
+        held = [WeightsVersion(0, step) for step in self.pushed]
+        return TrainerStatus(0, "idle", 0.0, 0, 0, held[-1], held, None, False, 0, None, None)
 
     async def wait_for_push(self) -> None:
         if self.push_error is not None:
@@ -135,6 +140,7 @@ def test_a_batch_is_trained_on_in_epochs_and_minibatches(max_policy_age: int) ->
     assert [row["trainer/grad_norm"] for row in rows] == [2.5, 6.5]
     assert [row["trainer/target_tokens"] for row in rows] == [48, 48]
     assert rows[0]["policy_version"] == 0
+    assert [row["weights/versions_held"] for row in rows] == [1, 2]
     assert rows[1]["policy_version"] == (4 if max_policy_age == 0 else 0)
 
 
