@@ -9,16 +9,16 @@ from forge_trainer.engine.checkpoint_files import default_name, find_checkpoint,
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointFormat, CheckpointInfo, SaveRequest
 
-from .ranks import RankCalls, agreed, ask_all
+from .ranks import RankCalls, TrainerSetup, agreed, ask_all
 
 
 class Checkpoints:
     """Saves and loads on all ranks. One save at a time runs beside other calls."""
 
-    def __init__(self, ranks: RankCalls, folder: Path, keep: int | None) -> None:
+    def __init__(self, ranks: RankCalls, setup: TrainerSetup) -> None:
         self._ranks = ranks
-        self._folder = folder
-        self._keep = keep
+        self._folder = setup.checkpoint_folder
+        self._keep = setup.trainer.keep_checkpoints
         self._running: asyncio.Task[CheckpointInfo] | None = None
         self.saving: str | None = None
         """Path of the save that runs beside other calls."""

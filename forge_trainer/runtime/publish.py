@@ -9,25 +9,27 @@ import logging
 import time
 from collections.abc import Sequence
 
-from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import build_manifest
 from forge_trainer.pieces import RankPieces, StagedWeights, WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import TransferStatus
 
-from .ranks import RankCalls, ask_all
+from .ranks import RankCalls, TrainerSetup, ask_all
 
 logger = logging.getLogger(__name__)
+
+ABANDON_TIMEOUT_S = 20.0
 
 
 class WeightsPublisher:
     """Gives a trainer's weights to the store, each version once and in order."""
 
-    def __init__(self, ranks: RankCalls, config: WeightsConfig, store: WeightStore) -> None:
+    def __init__(self, ranks: RankCalls, setup: TrainerSetup) -> None:
         self._ranks = ranks
-        self._config = config
-        self._store = store
+        self._config = setup.weights
+        self._store = setup.store
+        self._timeout_s = setup.trainer.checkpoint_timeout_s
         self._epoch = 0
         self._writing: asyncio.Task[list[RankPieces]] | None = None
         self._publishing: asyncio.Task[WeightsRef] | None = None
@@ -106,10 +108,17 @@ class WeightsPublisher:
             raise WeightsError(f"weights {version} are published already ({self.published})")
 
     async def _written(self, staged: Sequence[StagedWeights]) -> list[RankPieces]:
-        written = [one.written for one in staged]
-        if None in written:
-            return await ask_all(self._ranks, "written_weights")
-        return [one for one in written if one is not None]
+        written = [one.written for one in staged if one.written is not None]
+        if len(written) == len(staged):
+            return written
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await ask_all(self._ranks, "written_weights")
+        except TimeoutError as error:
+            raise WeightsError(
+                f"a rank did not write its weights within trainer.checkpoint_timeout_s = "
+                f"{self._timeout_s:.0f} s"
+            ) from error
 
     async def _publish(
         self, ref: WeightsRef, writing: asyncio.Task[list[RankPieces]], start: float
@@ -193,8 +202,12 @@ class WeightsPublisher:
 
     async def _abandon(self, version: WeightsVersion) -> None:
         """Remove what a failed push left; its own failure must not hide the first one."""
+        if self._ranks.is_lost:
+            # The next trainer on this store cleans up.
+            return
         for rank in range(self._ranks.size):
             try:
-                await self._ranks.ask(rank, "abandon_weights", version)
+                async with asyncio.timeout(ABANDON_TIMEOUT_S):
+                    await self._ranks.ask(rank, "abandon_weights", version)
             except Exception as error:
-                logger.warning("could not remove half-published weights %s: %s", version, error)
+                logger.warning("could not remove half-published weights %s: %r", version, error)

@@ -42,11 +42,9 @@ class TrainerHandle:
         self._setup = setup
         self._ranks = ranks
         self._step = 0
-        self._publisher = WeightsPublisher(ranks, setup.weights, setup.store)
+        self._publisher = WeightsPublisher(ranks, setup)
         self._turns = Turns(before=self._publisher.raise_failure)
-        self._checkpoints = Checkpoints(
-            ranks, setup.checkpoint_folder, setup.trainer.keep_checkpoints
-        )
+        self._checkpoints = Checkpoints(ranks, setup)
 
     async def setup(self) -> None:
         """Build the engines of all ranks."""
@@ -229,10 +227,11 @@ class TrainerHandle:
                 with `wait=False` has failed and nobody has asked for it (this every call raises,
                 once, and is not made). The last version stays as it was.
         """
-        return await self._turns.take(self._push_weights, policy_version, wait)
 
-    async def _push_weights(self, policy_version: int | None, wait: bool) -> WeightsRef:
-        return await self._publisher.push_weights(self._step, policy_version, wait=wait)
+        async def push() -> WeightsRef:
+            return await self._publisher.push_weights(self._step, policy_version, wait=wait)
+
+        return await self._turns.take(push)
 
     async def wait_for_push(self) -> WeightsRef | None:
         """What became of the last push with `wait=False`; None if there is nothing to tell.
@@ -244,13 +243,17 @@ class TrainerHandle:
 
     async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
         """Publish through the store that `restart` opens, in a new epoch."""
+
+        async def replace() -> None:
+            await self._publisher.replace_store(await restart())
+
         await self._publisher.close()
-        await self._publisher.replace_store(await self._turns.take(restart))
+        await self._turns.take(replace)
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
-        setup, transport = self._setup, self._publisher.transport
-        return await trainer_facts(self._ranks, self._facts, setup.model_dir, transport)
+        transport = self._publisher.transport
+        return await trainer_facts(self._ranks, self._facts, self._setup.model_dir, transport)
 
     async def get_status(self) -> TrainerStatus:
         """A snapshot that answers at once, also while a step runs."""
