@@ -29,6 +29,10 @@ class WeightsError(ForgeTrainerError):
     """A weights version is torn, missing, stale or fails its checksum."""
 
 
+class AlreadyPublishedError(WeightsError):
+    """A version exists; it stays as it is."""
+
+
 class TornWeightsError(WeightsError):
     """A reader's own tensors hold a mixture of two versions, until it pulls again."""
 

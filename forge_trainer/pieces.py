@@ -159,7 +159,6 @@ class StagedPieces:
     """Pieces of one rank on their way into a store, see `WeightStore.stage`."""
 
     version: WeightsVersion
-    rank: int
     layout: Layout
     sources: list[Tensor]
     """What to publish; empty once it is copied."""
@@ -181,6 +180,8 @@ class StagedPieces:
 class StagedWeights:
     """What one rank says of the pieces it staged."""
 
+    step: int
+    """Of its engine."""
     names: tuple[str, ...]
     num_bytes: int
     written: RankPieces | None

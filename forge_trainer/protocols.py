@@ -162,16 +162,12 @@ class WeightStore(Protocol):
         """Bring staged pieces to where readers find them."""
         ...
 
-    async def abandon(self, version: WeightsVersion, rank: int) -> None:
-        """Remove what this rank staged or wrote of a version that will not be committed."""
+    async def abandon(self, staged: StagedPieces) -> None:
+        """Remove what was staged or written and will not be committed."""
         ...
 
     async def commit(self, manifest: Manifest) -> None:
-        """Make the version exist, at once and whole.
-
-        Raises:
-            WeightsError: it exists already, or cannot be written.
-        """
+        """Make the version exist, at once and whole; WeightsError if it does already."""
         ...
 
     async def versions(self) -> list[WeightsVersion]:
@@ -196,8 +192,8 @@ class WeightStore(Protocol):
         """Hide the version at once, and delete it unless it is being read; True once it is gone."""
         ...
 
-    async def clean(self) -> None:
-        """Remove what trainers left that are gone; called before a trainer's first version."""
+    async def clean(self) -> list[WeightsVersion]:
+        """Remove what former trainers left; the hidden versions that are still read."""
         ...
 
     def close(self) -> None: ...

@@ -67,6 +67,7 @@ class Worker:
         self._phase, self._phase_since = "idle", time.monotonic()
         self._profiler = StepProfiler(config.profiling, world.rank)
         self._is_set_up = False
+        self._staged: StagedPieces | None = None
         self._writing: asyncio.Task[RankPieces] | None = None
         self._last_error: str | None = None
         self._engine = find_engine(config.engine)(config, model_dir, world)
@@ -160,11 +161,12 @@ class Worker:
                 in_place=self._weights.stage == "in_place",
             )
 
-        staged = await self._run("stage_weights", stage)
+        await self._written()
+        staged = self._staged = await self._run("stage_weights", stage)
         self._writing = asyncio.create_task(self._store.write(staged), name=f"write {version}")
         names = tuple(record.name for record in staged.layout.records)
         written = await self._writing if wait else None
-        return StagedWeights(names, staged.layout.num_bytes, written)
+        return StagedWeights(self._engine.step, names, staged.layout.num_bytes, written)
 
     async def written_weights(self) -> RankPieces:
         """What became of the pieces that were staged last."""
@@ -173,9 +175,15 @@ class Worker:
 
     async def abandon_weights(self, version: WeightsVersion) -> None:
         """Remove what this rank has of a version that will not be published."""
+        staged = self._staged
+        await self._written()
+        if staged is not None and staged.version == version:
+            await self._store.abandon(staged)
+
+    async def _written(self) -> None:
+        """Wait until nothing is being written, whatever comes of it."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
-        await self._store.abandon(version, self._world.rank)
 
     async def facts(self) -> RankFacts:
         facts = self._engine.facts()
@@ -201,8 +209,7 @@ class Worker:
 
     async def close(self) -> None:
         """Wait for the work thread and what is being written, and free the engine."""
-        if self._writing is not None:
-            await asyncio.gather(self._writing, return_exceptions=True)
+        await self._written()
         await self._run("close", self._close)
         self._thread.shutdown(wait=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class TransformersGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def can_reach(self, token: str) -> bool:
-        return Path(token).exists()
+        return os.access(token, os.R_OK | os.W_OK)
 
     @concurrent_endpoint
     async def setup(self) -> None:

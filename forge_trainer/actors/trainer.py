@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ class TitanTrainer(Actor):
 
     @concurrent_endpoint
     async def can_reach(self, token: str) -> bool:
-        return Path(token).exists()
+        return os.access(token, os.R_OK | os.W_OK)
 
     @concurrent_endpoint
     async def stage_weights(

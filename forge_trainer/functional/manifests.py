@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
+from forge_trainer.functional.rectangles import any_overlap
 from forge_trainer.pieces import (
     Layout,
     Manifest,
@@ -31,10 +31,11 @@ SAMPLED = 8
 def is_verified(name: str, version: WeightsVersion, verify: Verify) -> bool:
     """True if the tensor gets a checksum in this version.
 
-    In a sample every tensor has its turn once in `SAMPLED` versions that follow each other.
+    In a sample it is drawn by name and version, so every tensor has its turn whichever versions are
+    published.
     """
     if verify == "sample":
-        return (xxhash.xxh32_intdigest(name.encode()) - version.policy_version) % SAMPLED == 0
+        return xxhash.xxh32_intdigest(f"{name}:{version}".encode()) % SAMPLED == 0
     return verify == "full"
 
 
@@ -115,30 +116,13 @@ def _read_layouts(layouts: tuple[bytes, ...]) -> dict[str, TensorEntry]:
 def _require_tiling(name: str, records: Sequence[PieceRecord]) -> None:
     if len({(r.global_shape, r.dtype, r.tied) for r in records}) > 1:
         raise WeightsError(f"ranks disagree on {name}: {list(records)}")
-    for one, other in itertools.combinations(records, 2):
-        if overlap(one.offsets, one.shape, other.offsets, other.shape) is not None:
-            raise WeightsError(f"pieces of {name} overlap")
+    rectangles = [(record.offsets, record.shape) for record in records]
+    if any_overlap(rectangles, records[0].global_shape):
+        raise WeightsError(f"pieces of {name} overlap")
     held = sum(torch.Size(record.shape).numel() for record in records)
     wanted = torch.Size(records[0].global_shape).numel()
     if held != wanted:
         raise WeightsError(f"pieces of {name} hold {held} of {wanted} elements")
-
-
-def overlap(
-    offsets: Sequence[int],
-    shape: Sequence[int],
-    other_offsets: Sequence[int],
-    other_shape: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, shape) of what two rectangles of one tensor share; None if that is nothing."""
-    starts = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
-    ends = tuple(
-        min(a + a_size, b + b_size)
-        for a, a_size, b, b_size in zip(offsets, shape, other_offsets, other_shape, strict=True)
-    )
-    if any(end <= start for start, end in zip(starts, ends, strict=True)):
-        return None
-    return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
 
 
 def require_layout(manifest: Manifest, address: PieceAddress, data: Tensor) -> None:

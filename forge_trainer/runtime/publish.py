@@ -7,13 +7,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
 
-from forge_trainer.errors import WeightsError
+from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.functional.manifests import build_manifest
 from forge_trainer.pieces import RankPieces, StagedWeights, WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import TransferStatus
+from forge_trainer.weights.keys import published_already
 
 from .ranks import RankCalls, TrainerSetup, ask_all
 
@@ -49,15 +51,17 @@ class WeightsPublisher:
 
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
-        await self._store.clean()
+        self._leaving = await self._store.clean()
         self.held = await self._store.versions()
         epochs = [version.epoch + 1 for version in self.held]
         self._epoch = max([self._epoch, *epochs])
 
-    async def replace_store(self, store: WeightStore) -> None:
-        """Publish through another store from now on, in a new epoch."""
-        self._store = store
-        self._leaving.clear()
+    async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
+        """Publish through the store that `restart` opens, in a new epoch."""
+        # What is on its way to the old store does not matter any more.
+        with contextlib.suppress(WeightsError):
+            await self.close()
+        self._store = await restart()
         self.open_epoch()
         await self.start()
 
@@ -71,7 +75,7 @@ class WeightsPublisher:
         """Publish the weights of `step`, the current one; see `TrainerHandle.push_weights`."""
         await self.wait()
         version = WeightsVersion(self._epoch, step)
-        self._require_publishable(version, policy_version)
+        await self._require_publishable(version, policy_version)
         if self._dropping is not None:
             # What it frees is used again.
             await self._dropping
@@ -80,6 +84,7 @@ class WeightsPublisher:
             staged: list[StagedWeights] = await self._ranks.call(
                 "stage_weights", [(version, wait)] * self._ranks.size
             )
+            _require_step(version, staged)
         except BaseException:
             await self._abandon(version)
             raise
@@ -92,13 +97,15 @@ class WeightsPublisher:
         )
         self._writing = asyncio.create_task(self._written(staged), name=f"write {version}")
         self._publishing = asyncio.create_task(
-            self._publish(ref, self._writing, start), name=f"publish {version}"
+            self._publish(ref, self._writing, self._store, start), name=f"publish {version}"
         )
         if wait:
             await self.wait()
         return ref
 
-    def _require_publishable(self, version: WeightsVersion, policy_version: int | None) -> None:
+    async def _require_publishable(
+        self, version: WeightsVersion, policy_version: int | None
+    ) -> None:
         if policy_version not in (None, version.policy_version):
             raise WeightsError(
                 f"policy_version {policy_version} is not the current step "
@@ -106,27 +113,41 @@ class WeightsPublisher:
             )
         if self.published is not None and version <= self.published:
             raise WeightsError(f"weights {version} are published already ({self.published})")
+        async with self._limit("list its versions"):
+            if version in await self._store.versions():
+                raise published_already(version)
+
+    def _limit(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return _limit(self._timeout_s, f"the weight store did not {what}")
 
     async def _written(self, staged: Sequence[StagedWeights]) -> list[RankPieces]:
         written = [one.written for one in staged if one.written is not None]
         if len(written) == len(staged):
             return written
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await ask_all(self._ranks, "written_weights")
-        except TimeoutError as error:
-            raise WeightsError(
-                f"a rank did not write its weights within trainer.checkpoint_timeout_s = "
-                f"{self._timeout_s:.0f} s"
-            ) from error
+        async with _limit(self._timeout_s, "a rank did not write its weights"):
+            return await ask_all(self._ranks, "written_weights")
 
     async def _publish(
-        self, ref: WeightsRef, writing: asyncio.Task[list[RankPieces]], start: float
+        self,
+        ref: WeightsRef,
+        writing: asyncio.Task[list[RankPieces]],
+        store: WeightStore,
+        start: float,
     ) -> WeightsRef:
         version = ref.version
         try:
-            manifest = build_manifest(version, self.transport, await writing)
-            await self._store.commit(manifest)
+            manifest = build_manifest(version, store.transport, await writing)
+            try:
+                async with self._limit("publish a version"):
+                    await store.commit(manifest)
+            except AlreadyPublishedError:
+                raise
+            except BaseException:
+                # It may be there nevertheless, and its pieces will go.
+                with contextlib.suppress(Exception):
+                    async with self._limit("drop a version"):
+                        await store.drop(version)
+                raise
         except BaseException:
             await self._abandon(version)
             raise
@@ -159,14 +180,22 @@ class WeightsPublisher:
             return None
         publishing = self._publishing
         try:
-            return await asyncio.shield(publishing)
-        finally:
-            if publishing.done() and self._publishing is publishing:
-                self._publishing = None
+            ref = await asyncio.shield(publishing)
+        except Exception:
+            # Not for a cancellation: that waiter has not been told.
+            self._forget(publishing)
+            raise
+        self._forget(publishing)
+        return ref
+
+    def _forget(self, publishing: asyncio.Task[WeightsRef]) -> None:
+        if self._publishing is publishing:
+            self._publishing = None
 
     async def raise_failure(self) -> None:
         """Raises what made a push fail that nobody has waited for."""
-        if self._publishing is not None and self._publishing.done():
+        publishing = self._publishing
+        if publishing is not None and publishing.done() and publishing.exception() is not None:
             await self.wait()
 
     async def wait_for_live_weights(self) -> None:
@@ -181,24 +210,29 @@ class WeightsPublisher:
                 await self.wait()
 
     async def close(self) -> None:
-        """Wait for what runs."""
-        for task in (self._publishing, self._dropping):
-            if task is not None:
-                await asyncio.wait([task])
-        with contextlib.suppress(Exception):
+        """Wait for what runs.
+
+        Raises:
+            WeightsError: the push that nobody has waited for failed.
+        """
+        try:
             await self.wait()
+        finally:
+            if self._dropping is not None:
+                await asyncio.wait([self._dropping])
 
     async def _drop_old_versions(self) -> None:
         """Old versions leave; one that is being read goes when a later push finds it free."""
         keep = self._config.keep_versions
         self._leaving += self.held[:-keep]
         self.held = self.held[-keep:]
-        try:
-            for version in list(self._leaving):
-                if await self._store.drop(version):
-                    self._leaving.remove(version)
-        except Exception as error:
-            logger.warning("could not drop old weights: %s", error)
+        for version in list(self._leaving):
+            try:
+                async with self._limit("drop a version"):
+                    if await self._store.drop(version):
+                        self._leaving.remove(version)
+            except Exception as error:
+                logger.warning("could not drop old weights %s: %s", version, error)
 
     async def _abandon(self, version: WeightsVersion) -> None:
         """Remove what a failed push left; its own failure must not hide the first one."""
@@ -211,3 +245,22 @@ class WeightsPublisher:
                     await self._ranks.ask(rank, "abandon_weights", version)
             except Exception as error:
                 logger.warning("could not remove half-published weights %s: %r", version, error)
+
+
+def _require_step(version: WeightsVersion, staged: Sequence[StagedWeights]) -> None:
+    """Raises WeightsError if a rank is not where the handle believes it is."""
+    steps = [one.step for one in staged]
+    if set(steps) != {version.policy_version}:
+        raise WeightsError(f"weights {version}: the ranks are at steps {steps}; not published")
+
+
+@contextlib.asynccontextmanager
+async def _limit(seconds: float, failure: str) -> AsyncIterator[None]:
+    """Raises WeightsError, which says what did not happen, once the time is over."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise WeightsError(
+            f"{failure} within trainer.checkpoint_timeout_s = {seconds:.0f} s"
+        ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.errors import ConfigError
+from forge_trainer.errors import ConfigError, WeightsError
 from forge_trainer.pieces import StoreAddress
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.shared_folder import LOCK, shared_folder
@@ -55,7 +55,7 @@ class RunStore:
             root = config.shared_memory_folder
             try:
                 self._folder = stack.enter_context(shared_folder(Path(root) if root else None))
-            except ConfigError as error:
+            except (ConfigError, WeightsError) as error:
                 if config.transport == "shared_memory":
                     raise
                 logger.warning("weights.transport auto: %s", error)
@@ -97,7 +97,7 @@ class RunStore:
         Raises:
             ConfigError: the weights are in shared memory, which has no process.
         """
-        if self._folder is not None and self._config.transport != "torchstore":
+        if self.address.transport == "shared_memory":
             raise ConfigError("weights travel through shared memory: no process can be restarted")
         return await self._open_everywhere(await self._start_torchstore())
 

@@ -243,12 +243,7 @@ class TrainerHandle:
 
     async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
         """Publish through the store that `restart` opens, in a new epoch."""
-
-        async def replace() -> None:
-            await self._publisher.replace_store(await restart())
-
-        await self._publisher.close()
-        await self._turns.take(replace)
+        await self._turns.take(self._publisher.replace_store, restart)
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
@@ -270,17 +265,20 @@ class TrainerHandle:
         """Wait for the call and the save that run, then free the ranks, once.
 
         Raises:
-            CheckpointError: the save failed. The ranks are free nevertheless.
+            CheckpointError: the save failed. WeightsError: the push did, and nobody was told. The
+                ranks are free nevertheless.
         """
         await self._turns.close(self._close)
 
     async def _close(self) -> None:
-        await self._publisher.close()
         try:
-            if not self._ranks.is_lost:
-                await self._checkpoints.wait()
+            await self._publisher.close()
         finally:
-            await self._ranks.close()
+            try:
+                if not self._ranks.is_lost:
+                    await self._checkpoints.wait()
+            finally:
+                await self._ranks.close()
 
     async def _optim_step(
         self, normalize: Normalize, params: OptimParams | None

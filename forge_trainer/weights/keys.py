@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from forge_trainer.errors import WeightsError
+from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.pieces import WeightsVersion
 
 MANIFESTS = "manifests"
@@ -44,9 +44,9 @@ def version_of(key: str) -> WeightsVersion:
     return WeightsVersion(int(match[1]), int(match[2]))
 
 
-def published_already(version: WeightsVersion) -> WeightsError:
+def published_already(version: WeightsVersion) -> AlreadyPublishedError:
     """The error for a second manifest of a version."""
-    return WeightsError(f"weights {version}: exist already; the published version stays")
+    return AlreadyPublishedError(f"weights {version} exist already; they stay as they are")
 
 
 def missing(version: WeightsVersion | None, held: Sequence[WeightsVersion]) -> WeightsError:

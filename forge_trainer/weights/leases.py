@@ -43,8 +43,11 @@ async def _beat(client: Any, version: WeightsVersion, reader: str, timeout_s: fl
     while True:
         await asyncio.sleep(timeout_s / BEATS_PER_TIMEOUT)
         beat += 1
-        await client.put(lease_key(version, reader, beat), True)
-        await client.delete(lease_key(version, reader, beat - 1))
+        try:
+            await client.put(lease_key(version, reader, beat), True)
+            await client.delete(lease_key(version, reader, beat - 1))
+        except Exception as error:
+            logger.warning("a sign of life of a reader of weights %s failed: %r", version, error)
 
 
 async def _forget(client: Any, version: WeightsVersion, reader: str) -> None:

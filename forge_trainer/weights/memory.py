@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 
@@ -22,7 +23,7 @@ from forge_trainer.pieces import (
     WeightsVersion,
 )
 
-from .keys import missing, published_already
+from .keys import missing, pieces_prefix, published_already
 from .reading import Plans, VersionReading
 from .staging import PieceCopier, sources_of
 
@@ -35,8 +36,9 @@ class MemoryWeightStore:
     def __init__(self, verify: Verify = "full") -> None:
         self._copier = PieceCopier(verify)
         self._plans = Plans()
-        self._pieces: dict[tuple[WeightsVersion, int], list[Tensor]] = {}
+        self._pieces: dict[str, list[Tensor]] = {}
         self._manifests: dict[WeightsVersion, Manifest] = {}
+        self._hidden: dict[WeightsVersion, Manifest] = {}
         self._readers: Counter[WeightsVersion] = Counter()
 
     def stage(
@@ -51,7 +53,8 @@ class MemoryWeightStore:
         sources, ready = sources_of(pieces)
         copies = [torch.empty(piece.data.shape, dtype=piece.dtype) for piece in pieces]
         layout = Layout.of(pieces, None)
-        staged = StagedPieces(version, rank, layout, sources, copies, str(rank), ready)
+        location = f"{pieces_prefix(version, rank)}.{secrets.token_hex(4)}"
+        staged = StagedPieces(version, layout, sources, copies, location, ready)
         if not in_place:
             self._copier.copy(staged)
         return staged
@@ -59,11 +62,11 @@ class MemoryWeightStore:
     async def write(self, staged: StagedPieces) -> RankPieces:
         if staged.sources:
             await asyncio.to_thread(self._copier.copy, staged)
-        self._pieces[staged.version, staged.rank] = staged.copies
+        self._pieces[staged.location] = staged.copies
         return staged.written
 
-    async def abandon(self, version: WeightsVersion, rank: int) -> None:
-        self._pieces.pop((version, rank), None)
+    async def abandon(self, staged: StagedPieces) -> None:
+        self._pieces.pop(staged.location, None)
 
     async def commit(self, manifest: Manifest) -> None:
         if manifest.version in self._manifests:
@@ -90,16 +93,21 @@ class MemoryWeightStore:
         return self._readers.total()
 
     async def drop(self, version: WeightsVersion) -> bool:
-        self._manifests.pop(version, None)
+        if version in self._manifests:
+            self._hidden[version] = self._manifests.pop(version)
         if self._readers[version]:
             return False
-        for key in [key for key in self._pieces if key[0] == version]:
-            del self._pieces[key]
+        manifest = self._hidden.pop(version, None)
+        for part in () if manifest is None else manifest.parts:
+            self._pieces.pop(part.location, None)
         return True
 
-    async def clean(self) -> None:
-        for key in [key for key in self._pieces if key[0] not in self._manifests]:
-            del self._pieces[key]
+    async def clean(self) -> list[WeightsVersion]:
+        known = [*self._manifests.values(), *self._hidden.values()]
+        named = {part.location for manifest in known for part in manifest.parts}
+        for location in self._pieces.keys() - named:
+            del self._pieces[location]
+        return list(self._hidden)
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -108,21 +116,18 @@ class MemoryWeightStore:
 class _Pieces:
     """Keeps `PieceSource`."""
 
-    def __init__(
-        self, pieces: dict[tuple[WeightsVersion, int], list[Tensor]], manifest: Manifest
-    ) -> None:
+    def __init__(self, pieces: dict[str, list[Tensor]], manifest: Manifest) -> None:
         self._pieces = pieces
         self._manifest = manifest
 
     async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
-        version = self._manifest.version
+        parts = self._manifest.parts
         try:
-            return [
-                self._pieces[version, int(self._manifest.parts[piece.part].location)][piece.index]
-                for piece in pieces
-            ]
+            return [self._pieces[parts[piece.part].location][piece.index] for piece in pieces]
         except KeyError as error:
-            raise WeightsError(f"weights {version}: pieces of a rank are gone") from error
+            raise WeightsError(
+                f"weights {self._manifest.version}: pieces of a rank are gone: {error}"
+            ) from error
 
     def require_unchanged(self) -> None:
         """What is in memory is never overwritten."""

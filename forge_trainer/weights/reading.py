@@ -10,16 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forge_trainer.errors import TornWeightsError, WeightsError
 from forge_trainer.functional.manifests import (
     check_fits,
-    overlap,
     require_checksums,
     tensors_of,
     ties_of,
 )
+from forge_trainer.functional.rectangles import overlap, rectangle_offsets
 from forge_trainer.pieces import Manifest, PieceAddress, TensorEntry, dtype_name
 from forge_trainer.tasks import to_the_end
 
@@ -87,7 +86,7 @@ class Plans:
             WeightsError: they do not fit.
         """
         layouts = tuple(part.layout for part in manifest.parts)
-        where = tuple((name, id(t), _local(t).data_ptr()) for name, t in destinations.items())
+        where = tuple((name, *_identity(t)) for name, t in destinations.items())
         key = (whole, layouts, where)
         if key != self._key:
             expected = {n: (tuple(t.shape), dtype_name(t.dtype)) for n, t in destinations.items()}
@@ -135,7 +134,8 @@ class VersionReading:
         entry = find_entry(self.manifest, name)
         offsets = tuple(offsets or (0,) * len(entry.global_shape))
         shape = entry.global_shape if shape is None else tuple(shape)
-        if len(offsets) != len(entry.global_shape) or any(
+        rank = len(entry.global_shape)
+        if not len(offsets) == len(shape) == rank or any(
             start < 0 or size < 0 or start + size > extent
             for start, size, extent in zip(offsets, shape, entry.global_shape, strict=True)
         ):
@@ -166,8 +166,9 @@ class VersionReading:
                     for index, region, _ in plan.copies
                 ],
             )
-            if any(destination.is_cuda for _, _, destination in plan.copies):
-                torch.cuda.synchronize()
+            for device in {destination.device for _, _, destination in plan.copies}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
             self._source.require_unchanged()
         except Exception as error:
             raise TornWeightsError(
@@ -189,17 +190,18 @@ def find_entry(manifest: Manifest, name: str) -> TensorEntry:
     return entry
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """What makes the plan for one destination good for another."""
+    if isinstance(tensor, DTensor):
+        return (tensor._spec, *_identity(tensor._local_tensor))
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _copies(entry: TensorEntry, destination: Tensor) -> list[_Copy]:
     if not isinstance(destination, DTensor):
         return _copies_of_region(entry, (0,) * destination.dim(), destination.detach())
-    _, offsets = compute_local_shape_and_global_offset(
-        destination.shape, destination.device_mesh, destination.placements
-    )
-    return _copies_of_region(entry, offsets, _local(destination).detach())
+    offsets = rectangle_offsets(entry.name, destination)
+    return _copies_of_region(entry, offsets, destination._local_tensor.detach())
 
 
 def _copies_of_region(

@@ -105,7 +105,11 @@ class Segment:
             ) from error
         finally:
             os.close(fd)
-        return cls(path)
+        try:
+            return cls(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     @property
     def generation(self) -> int:

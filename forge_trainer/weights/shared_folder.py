@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 MANIFESTS, LEASES, SEGMENTS = "manifests", "leases", "segments"
-NEW_FOLDERS_AGE_S = 600.0
-"""A folder in the making that is older was left by a process that died."""
+UNLOCKED_AGE_S = 600.0
+"""A folder without a lock file that is older was left by a process that died."""
 
 
 def default_root() -> Path:
@@ -57,7 +57,7 @@ def shared_folder(root: Path | None = None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
 
 
@@ -78,19 +78,22 @@ def hold(folder: Path) -> int:
 def clean_orphans(root: Path) -> list[Path]:
     """Remove the folders of this user's runs that have no living process; which they were."""
     removed = []
-    for folder in root.glob(f"{_prefix()}*"):
-        if _is_own(folder) and _is_orphan(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-    for folder in root.glob(f".new-{_prefix()}*"):
+    for folder in [*root.glob(f"{_prefix()}*"), *root.glob(f".new-{_prefix()}*")]:
+        # Another run may be cleaning, too.
         with contextlib.suppress(OSError):
-            is_old = time.time() - folder.stat().st_mtime > NEW_FOLDERS_AGE_S
-            if is_old and _is_own(folder) and _is_orphan(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            if _is_own(folder) and _is_orphan(folder):
+                _remove(folder)
                 removed.append(folder)
     for folder in removed:
         logger.info("removed %s, weights in shared memory of a run that is gone", folder)
     return removed
+
+
+def _remove(folder: Path) -> None:
+    """The lock goes last: a folder that is removed in part can still be told for an orphan."""
+    for part in (SEGMENTS, MANIFESTS, LEASES):
+        shutil.rmtree(folder / part, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prefix() -> str:
@@ -106,8 +109,8 @@ def _is_orphan(folder: Path) -> bool:
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        # Being removed by its owner, or by another cleaner.
-        return False
+        # In the making, or a process died while it made or removed it.
+        return time.time() - folder.stat().st_mtime > UNLOCKED_AGE_S
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

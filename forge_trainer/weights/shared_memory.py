@@ -55,13 +55,21 @@ class SharedMemoryWeightStore:
         self._own: list[Segment] = []
         self._num_created = 0
         self._layout: Layout | None = None
-        self._staged: dict[int, tuple[WeightsVersion, str]] = {}
-        """Of each rank, what it staged last."""
         self._copier = PieceCopier(verify)
         self._mapped: dict[str, Segment] = {}
         self._plans = Plans()
         self._hidden: dict[WeightsVersion, Manifest] = {}
         self._inherited: set[str] = set()
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """What the system raises, as the project's error."""
+        try:
+            yield
+        except OSError as error:
+            raise WeightsError(
+                f"{what}: shared memory in {self._segments.parent} failed: {error}"
+            ) from error
 
     def close(self) -> None:
         """Let go of the folder; whoever opened it may do so more than once."""
@@ -81,19 +89,24 @@ class SharedMemoryWeightStore:
     ) -> StagedPieces:
         pieces = list(pieces)
         layout = self._layout = Layout.of(pieces, self._layout)
-        segment = self._take_segment(rank, packed_bytes(layout))
+        with self._failures(f"weights {version}: cannot be staged"):
+            segment = self._take_segment(rank, packed_bytes(layout))
         location = f"{segment.path.name}:{segment.begin()}"
-        self._staged[rank] = version, location
         sources, ready = sources_of(pieces)
         copies = segment.views(layout)
-        staged = StagedPieces(version, rank, layout, sources, copies, location, ready)
+        staged = StagedPieces(version, layout, sources, copies, location, ready)
         if not in_place:
-            self._copy(staged)
+            try:
+                self._copy(staged)
+            except BaseException:
+                self._free(location)
+                raise
         return staged
 
     def _take_segment(self, rank: int, num_bytes: int) -> Segment:
         """A free segment of this rank's, or a new one."""
-        for segment in [segment for segment in self._own if segment.is_free]:
+        free = [one for one in self._own if one.is_free and one.path.name.startswith(f"r{rank}-")]
+        for segment in free:
             if segment.num_bytes == num_bytes:
                 return segment
             # The model's layout has changed.
@@ -118,32 +131,35 @@ class SharedMemoryWeightStore:
             await asyncio.to_thread(self._copy, staged)
         return staged.written
 
-    async def abandon(self, version: WeightsVersion, rank: int) -> None:
-        staged, location = self._staged.get(rank, (None, ""))
-        if staged == version:
-            del self._staged[rank]
-            name, generation = _place(location)
-            Segment.free(self._segments / name, generation)
+    async def abandon(self, staged: StagedPieces) -> None:
+        self._free(staged.location)
+
+    def _free(self, location: str) -> None:
+        """Let a segment be used again, or remove one of a publisher that is gone."""
+        name, generation = _place(location)
+        with contextlib.suppress(FileNotFoundError):
+            if name in self._inherited:
+                (self._segments / name).unlink()
+            else:
+                Segment.free(self._segments / name, generation)
 
     async def commit(self, manifest: Manifest) -> None:
         new = self._segments.parent / f"new-{secrets.token_hex(6)}"
-        try:
-            new.write_bytes(pickle.dumps(manifest))
-            # Unlike a rename, this fails if there is one already.
-            os.link(new, self._manifests / str(manifest.version))
-        except FileExistsError as error:
-            raise published_already(manifest.version) from error
-        except OSError as error:
-            raise WeightsError(f"weights {manifest.version}: cannot be published: {error}") from (
-                error
-            )
-        finally:
-            new.unlink(missing_ok=True)
+        with self._failures(f"weights {manifest.version}: cannot be published"):
+            try:
+                new.write_bytes(pickle.dumps(manifest))
+                # Unlike a rename, this fails if there is one already.
+                os.link(new, self._manifests / str(manifest.version))
+            except FileExistsError as error:
+                raise published_already(manifest.version) from error
+            finally:
+                new.unlink(missing_ok=True)
 
     # Reading
 
     async def versions(self) -> list[WeightsVersion]:
-        return sorted(version_of(path.name) for path in self._manifests.iterdir())
+        with self._failures("the versions of weights cannot be listed"):
+            return sorted(version_of(path.name) for path in self._manifests.iterdir())
 
     @contextlib.asynccontextmanager
     async def reading(self, version: WeightsVersion | None = None) -> AsyncIterator[VersionReading]:
@@ -164,7 +180,8 @@ class SharedMemoryWeightStore:
     @contextlib.contextmanager
     def _lease(self, version: WeightsVersion) -> Iterator[None]:
         path = self._leases / f"{version}.{secrets.token_hex(6)}"
-        lease = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with self._failures(f"weights {version}: cannot be held"):
+            lease = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lease, fcntl.LOCK_EX)
             yield
@@ -186,15 +203,14 @@ class SharedMemoryWeightStore:
         for name in [name for name in self._mapped if name not in wanted]:
             if not (self._segments / name).exists():
                 del self._mapped[name]
-        try:
+        with self._failures(f"weights {manifest.version}: cannot be read"):
             for name in wanted - self._mapped.keys():
                 self._mapped[name] = Segment(self._segments / name)
-        except FileNotFoundError as error:
-            raise WeightsError(f"weights {manifest.version}: a segment is gone: {error}") from error
         return _Segments(manifest, [(self._mapped[name], gen) for name, gen in places])
 
     async def num_readers(self) -> int:
-        return sum(_is_locked(path) for path in self._leases.iterdir())
+        with self._failures("the leases on weights cannot be listed"):
+            return sum(_is_locked(path) for path in self._leases.iterdir())
 
     # Dropping
 
@@ -209,15 +225,11 @@ class SharedMemoryWeightStore:
             if _is_locked(lease):
                 return False
             lease.unlink(missing_ok=True)
-        for name, generation in _places(self._hidden.pop(version)):
-            with contextlib.suppress(FileNotFoundError):
-                if name in self._inherited:
-                    (self._segments / name).unlink()
-                else:
-                    Segment.free(self._segments / name, generation)
+        for part in self._hidden.pop(version).parts:
+            self._free(part.location)
         return True
 
-    async def clean(self) -> None:
+    async def clean(self) -> list[WeightsVersion]:
         manifests = [self._read_manifest(version) for version in await self.versions()]
         named = {name for one in manifests if one is not None for name, _ in _places(one)}
         for path in self._segments.iterdir():
@@ -230,6 +242,8 @@ class SharedMemoryWeightStore:
         for lease in self._leases.iterdir():
             if not _is_locked(lease):
                 lease.unlink(missing_ok=True)
+        # Who reads a hidden version has its segments mapped: they may lose their names.
+        return []
 
 
 class _Segments:

@@ -44,12 +44,14 @@ class PieceCopier:
         copies, sources = staged.copies, staged.sources
         if blocks is None:
             blocks = [Block((index,), copy) for index, copy in enumerate(copies)]
-        is_on_gpu = any(source.is_cuda for source in sources)
-        if is_on_gpu:
-            self._copy_from_gpu(staged)
+        gpu = next((source.device for source in sources if source.is_cuda), None)
+        if gpu is not None:
+            # The current device is the thread's, and this may be any thread.
+            with torch.cuda.device(gpu):
+                self._copy_from_gpu(staged)
         checksums = [b""] * len(copies)
         for block in blocks:
-            if not is_on_gpu:
+            if gpu is None:
                 torch._foreach_copy_(
                     [copies[index] for index in block.indices],
                     [sources[index] for index in block.indices],
@@ -104,7 +106,8 @@ def sources_of(pieces: Sequence[WeightPiece]) -> tuple[list[Tensor], torch.cuda.
 
 def _sum_is_finite(tensor: Tensor) -> bool:
     """A sum of finite numbers may overflow, but one with a nan or infinity in it is not finite."""
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum()))
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return not has_nan or bool(torch.isfinite(tensor.sum()))
 
 
 def _require_finite(staged: StagedPieces, indices: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -75,7 +76,7 @@ class TorchStoreWeightStore:
         """What Monarch and torchstore raise, as the project's error."""
         try:
             yield
-        except (WeightsError, KeyError, asyncio.CancelledError):
+        except (WeightsError, asyncio.CancelledError):
             raise
         except Exception as error:
             reason = str(error).strip().splitlines()
@@ -99,8 +100,9 @@ class TorchStoreWeightStore:
         layout = Layout.of(pieces, self._buffers.layout)
         sources, ready = sources_of(pieces)
         copies = self._buffers.take(layout)
-        location = pieces_prefix(version, rank)
-        staged = StagedPieces(version, rank, layout, sources, copies, location, ready)
+        # Whoever tries a version again does not meet what a failed push may still be sending.
+        location = f"{pieces_prefix(version, rank)}.{secrets.token_hex(4)}"
+        staged = StagedPieces(version, layout, sources, copies, location, ready)
         if not in_place:
             self._copier.copy(staged)
         return staged
@@ -118,8 +120,8 @@ class TorchStoreWeightStore:
             await _bounded_gather(put, list(zip(names, staged.copies, strict=True)))
         return staged.written
 
-    async def abandon(self, version: WeightsVersion, rank: int) -> None:
-        await self._delete_all(pieces_prefix(version, rank))
+    async def abandon(self, staged: StagedPieces) -> None:
+        await self._delete_all(staged.location)
 
     async def commit(self, manifest: Manifest) -> None:
         client = await self.client()
@@ -161,10 +163,15 @@ class TorchStoreWeightStore:
             yield
 
     async def _read_manifest(self, client: Any, version: WeightsVersion) -> Manifest | None:
+        key = manifest_key(version)
         with self._failures(f"weights {version}: cannot be read"):
             try:
-                manifest: Manifest = await client.get(manifest_key(version))
-            except KeyError:
+                manifest: Manifest = await client.get(key)
+            except Exception:
+                # It may go between being located and being read, and torchstore makes a KeyError
+                # of failures to locate, too.
+                if await client.exists(key):
+                    raise
                 return None
             return manifest
 
@@ -184,13 +191,15 @@ class TorchStoreWeightStore:
         await self._delete_all(pieces_prefix(version))
         return True
 
-    async def clean(self) -> None:
+    async def clean(self) -> list[WeightsVersion]:
         client = await self.client()
         held = await self.versions()
         with self._failures("the weights of former trainers cannot be removed"):
-            keys = await client.keys(WEIGHTS)
-        for version in {version_of(key) for key in keys} - set(held):
+            left = {version_of(key) for key in await client.keys(WEIGHTS)} - set(held)
+            read = [version for version in left if await self._watch.living(client, version)]
+        for version in left - set(read):
             await self._delete_all(pieces_prefix(version))
+        return read
 
     async def _delete_all(self, prefix: str) -> None:
         client = await self.client()
@@ -236,4 +245,11 @@ async def _bounded_gather(function: Callable[[Any], Awaitable[T]], items: Sequen
         async with slots:
             return await function(item)
 
-    return list(await asyncio.gather(*(run(item) for item in items)))
+    tasks = [asyncio.ensure_future(run(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        # After a failure, too, nothing goes on behind the caller's back.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forge_trainer.config.schema import TinyModelConfig
 from forge_trainer.config.trainer import PackingConfig, ParallelConfig, TrainerConfig
+from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import build_manifest, num_bytes_of, tensors_of, ties_of
 from forge_trainer.hf import create_tiny_model, load_weights
 from forge_trainer.pieces import WeightPiece
@@ -174,3 +175,44 @@ def test_a_reader_gets_the_shards_of_a_layout_of_its_own(pool: RankPool, size: i
         for name, tensor in found.items():
             wanted = ({"w": FULL} | EXPERTS)[name.partition(".")[2]]
             assert torch.equal(tensor, wanted), name
+
+
+def _refused(rank: int, folder: Path) -> list[str]:
+    """What is said of destinations that are no rectangles."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    partial = DTensor.from_local(torch.zeros(5, 7), mesh, [Partial()])
+    strided = DTensor.from_local(torch.zeros(2, 7), mesh, [_StridedShard(0, split_factor=2)])
+    messages: list[str] = []
+
+    async def read() -> None:
+        async with store.reading() as reading:
+            for tensor in (partial, strided):
+                try:
+                    await reading.read_into({"w": tensor})
+                except WeightsError as error:
+                    messages.append(str(error))
+
+    store = SharedMemoryWeightStore(folder)
+    asyncio.run(read())
+    store.close()
+    return messages
+
+
+def test_shards_that_are_no_rectangles_are_refused(pool: RankPool) -> None:
+    by_rank = [
+        [WeightPiece(name, tuple(t.shape), (0, 0), t, torch.float32)]
+        for name, t in {"w": FULL, "v": FULL[:4]}.items()
+    ]
+    with shared_folder() as folder:
+        store = SharedMemoryWeightStore(folder)
+        asyncio.run(publish(store, V0, by_rank))
+        for messages in pool.run(2, _refused, folder):
+            assert "w is a partial sum over ranks" in messages[0]
+            assert "w " in messages[1]
+        store.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.errors import WeightsError
+from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.functional.manifests import build_manifest, tensors_of
 from forge_trainer.pieces import Manifest, StoreAddress, Verify, WeightPiece, WeightsVersion
 from forge_trainer.protocols import WeightStore
@@ -43,7 +43,7 @@ class Subject:
     async def traces(self, store: WeightStore) -> set[str]:
         """Everything that is held for versions: keys, or segments in use."""
         if isinstance(store, MemoryWeightStore):
-            return {f"{version}.{rank}" for version, rank in store._pieces}
+            return set(store._pieces)
         if isinstance(store, SharedMemoryWeightStore):
             files = Path(self.address.location, "segments").iterdir()
             in_use = {path.name for path in files if path.read_bytes()[8:16] != bytes(8)}
@@ -56,7 +56,7 @@ class Subject:
         piece = tensors_of(manifest)[name].pieces[0]
         location = manifest.parts[piece.part].location
         if isinstance(store, MemoryWeightStore):
-            data = store._pieces[manifest.version, int(location)][piece.index]
+            data = store._pieces[location][piece.index]
             data.view(torch.uint8).view(-1)[5] ^= 1
         elif isinstance(store, SharedMemoryWeightStore):
             async with store.reading(manifest.version) as reading:
@@ -154,8 +154,14 @@ def test_a_version_is_committed_once(subject: Subject) -> None:
     async def scenario() -> None:
         store = subject.open("full")
         manifest = await publish(store, V0, _by_rank())
-        with pytest.raises(WeightsError, match="e0v0: .*exist"):
-            await store.commit(manifest)
+        again = [store.stage(V0, rank, pieces) for rank, pieces in enumerate(_by_rank(5.0))]
+        parts = [await store.write(one) for one in again]
+        for second in (manifest, build_manifest(V0, store.transport, parts)):
+            with pytest.raises(AlreadyPublishedError, match="e0v0 exist already; they stay"):
+                await store.commit(second)
+        for one in again:
+            await store.abandon(one)
+        assert _equal((await read_all(store))[1], model())
 
     subject.run(scenario())
 
@@ -252,7 +258,7 @@ def test_readers_may_ask_for_a_slice(subject: Subject) -> None:
                 found = await reading.read("matrix", offsets=offsets, shape=shape)
                 assert torch.equal(found, matrix[rows, columns])
             beyond: list[tuple[tuple[int, ...], tuple[int, ...]]]
-            beyond = [((4, 0), (3, 7)), ((-1, 0), (1, 1)), ((0,), (1,))]
+            beyond = [((4, 0), (3, 7)), ((-1, 0), (1, 1)), ((0,), (1,)), ((0, 0), (6,))]
             for start, size in beyond:
                 with pytest.raises(WeightsError, match="e0v0: matrix of shape .* no rectangle"):
                     await reading.read("matrix", offsets=start, shape=size)
@@ -331,7 +337,6 @@ def test_parameters_are_cast_and_buffers_are_not(subject: Subject) -> None:
         huge = WeightPiece("w", (1,), (0,), torch.tensor([3.4e38]), torch.bfloat16)
         with pytest.raises(WeightsError, match="e0v1: w is not finite; not published"):
             store.stage(V1, 0, [huge])
-        await store.abandon(V1, 0)
 
     subject.run(scenario())
 
@@ -351,9 +356,14 @@ def test_weights_that_are_not_finite_are_refused(
         broken = live.clone()
         broken[1] = bad
         bad_piece = WeightPiece("w", (3,), (0,), broken, torch.float32)
-        with pytest.raises(WeightsError, match="e0v1: w is not finite"):
-            await store.write(store.stage(V1, 0, [bad_piece], in_place=in_place))
-        await store.abandon(V1, 0)
+        if in_place:
+            staged = store.stage(V1, 0, [bad_piece], in_place=True)
+            with pytest.raises(WeightsError, match="e0v1: w is not finite"):
+                await store.write(staged)
+            await store.abandon(staged)
+        else:
+            with pytest.raises(WeightsError, match="e0v1: w is not finite"):
+                store.stage(V1, 0, [bad_piece])
         assert torch.equal((await read_all(store))[1]["w"], live)
 
     subject.run(scenario())
@@ -422,14 +432,27 @@ def test_an_abandoned_version_leaves_nothing(subject: Subject) -> None:
         store = subject.open("full")
         await publish(store, V0, _by_rank())
         before = await subject.traces(store)
-        await store.write(store.stage(V1, 0, _by_rank(1.0)[0]))
+        staged = store.stage(V1, 0, _by_rank(1.0)[0])
+        await store.write(staged)
         assert await subject.traces(store) > before
-        await store.abandon(V1, 0)
+        await store.abandon(staged)
         assert await subject.traces(store) == before
         assert _equal((await read_all(store))[1], model())
-        # The same version may be tried again.
+
+
+def test_an_attempt_that_is_abandoned_late_leaves_the_next_one_alone(subject: Subject) -> None:
+    async def scenario() -> None:
+        store = subject.open("off")
+        first = store.stage(V0, 0, _by_rank(9.0)[0])
+        await store.write(first)
+        # The same version is tried again, and published.
+        await publish(store, V0, _by_rank())
+        await store.write(first)
+        assert _equal((await read_all(store))[1], model())
+        await store.abandon(first)
+        assert _equal((await read_all(store))[1], model())
         await publish(store, V1, _by_rank(1.0))
-        assert _equal((await read_all(store))[1], model(1.0))
+        assert _equal((await read_all(store, V0))[1], model())
 
     subject.run(scenario())
 
@@ -472,5 +495,25 @@ def test_memory_does_not_grow(subject: Subject) -> None:
         if subject.address.transport == "shared_memory":
             files = list(Path(subject.address.location, "segments").iterdir())
             assert len(files) == 3 * RANKS
+
+    subject.run(scenario())
+
+
+def test_a_pull_into_other_tensors_is_planned_anew(subject: Subject) -> None:
+    """Views come and go at the same address."""
+    square = torch.arange(9.0).reshape(3, 3)
+
+    async def scenario() -> None:
+        store = subject.open("full")
+        await publish(store, V0, [[WeightPiece("w", (3, 3), (0, 0), square, torch.float32)]])
+        memory = torch.zeros(9)
+        for _ in range(20):
+            async with store.reading() as reading:
+                await reading.load_into({"w": memory.view(3, 3)})
+                assert torch.equal(memory.view(3, 3), square)
+                await reading.load_into({"w": memory.view(3, 3).T})
+                assert torch.equal(memory.view(3, 3).T, square)
+                with pytest.raises(WeightsError, match="different"):
+                    await reading.load_into({"w": memory.view(9)})
 
     subject.run(scenario())

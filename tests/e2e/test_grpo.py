@@ -114,7 +114,7 @@ def test_ctrl_c_stops_cleanly(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
     app = RunningApp(APP, [*TINY, "--run.folder", str(folder)]).start()
     if moment == "starting":
-        app.wait_for_processes(4)
+        app.wait_for_processes(3)
     else:
         app.wait_for(folder / {"reading": "run_config.yaml", "training": "metrics.jsonl"}[moment])
     app.interrupt()

@@ -13,7 +13,7 @@ import torch
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.errors import ConfigError, WeightsError
-from forge_trainer.pieces import RankPieces, StagedPieces, WeightsVersion
+from forge_trainer.pieces import Manifest, RankPieces, StagedPieces, WeightsVersion
 from forge_trainer.runtime.checks import check_dtypes
 from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.runtime.trainer import TrainerHandle
@@ -189,6 +189,121 @@ def test_the_next_push_waits_for_the_last(tiny_qwen3: Path, tmp_path: Path) -> N
         store.may_write.set()
         await second
         assert await store.versions() == [V0, V1]
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_failure_is_told_by_close_if_by_nobody_else(tiny_qwen3: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with _trainer(tiny_qwen3, tmp_path, "copy") as (trainer, store):
+            store.error = WeightsError("no room")
+            await trainer.push_weights(wait=False)
+            with pytest.raises(WeightsError, match="no room"):
+                await trainer.close()
+
+    asyncio.run(main())
+
+
+def test_a_waiter_that_gives_up_leaves_the_news_to_others(tiny_qwen3: Path, tmp_path: Path) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        store.may_write.clear()
+        ref = await trainer.push_weights(wait=False)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(trainer.wait_for_push(), 0.01)
+        store.may_write.set()
+        while (await trainer.get_status()).is_pushing:
+            await asyncio.sleep(0.001)
+        # A call in between is no answer.
+        await trainer.clear_gradients()
+        assert await trainer.wait_for_push() == ref
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_commit_whose_answer_is_lost_leaves_no_version_without_pieces(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        await trainer.push_weights()
+        await trainer.train_step(GOOD, loss="grpo")
+        commit = store.commit
+
+        async def lost(manifest: Manifest) -> None:
+            await commit(manifest)
+            raise OSError("connection lost")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "commit", lost)
+            with pytest.raises(OSError, match="connection lost"):
+                await trainer.push_weights()
+        assert await store.versions() == [V0]
+        await read_all(store)
+        assert (await trainer.push_weights()).version == V1
+        await read_all(store, V1)
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_version_that_cannot_be_dropped_does_not_keep_others(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        drop = store.drop
+
+        async def stuck(version: WeightsVersion) -> bool:
+            if version == V0:
+                raise OSError("stuck")
+            return await drop(version)
+
+        monkeypatch.setattr(store, "drop", stuck)
+        for _ in range(5):
+            await trainer.push_weights()
+            await trainer.train_step(GOOD, loss="grpo")
+        await trainer.push_weights()
+        assert trainer._publisher._dropping is not None
+        await trainer._publisher._dropping
+        assert [v.policy_version for v in await store.versions()] == [0, 4, 5]
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_store_that_hangs_is_given_up(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        async def hang(manifest: Manifest) -> None:
+            await asyncio.Event().wait()
+
+        trainer._publisher._timeout_s = 0.05
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "commit", hang)
+            with pytest.raises(WeightsError, match="weight store did not publish a version within"):
+                await trainer.push_weights()
+        assert (await trainer.push_weights()).version == V0
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_replaced_store_gets_only_whole_versions(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Though a push to the old one has begun when it is replaced."""
+
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        new = MemoryWeightStore()
+
+        async def restart() -> MemoryWeightStore:
+            trainer._publisher._ranks._worker.use_store(new)  # type: ignore[attr-defined]
+            return new
+
+        store.may_write.clear()
+        pushing = asyncio.create_task(trainer.push_weights(wait=False))
+        replacing = asyncio.create_task(trainer.replace_store(restart))
+        await asyncio.sleep(0)
+        store.may_write.set()
+        await asyncio.gather(pushing, replacing)
+        assert await new.versions() == []
+        ref = await trainer.push_weights()
+        assert ref.version == WeightsVersion(1, 0)
+        await read_all(new, ref.version)
 
     _run(scenario, tiny_qwen3, tmp_path, "copy")
 

@@ -377,7 +377,8 @@ def test_a_failed_pull_leaves_the_old_weights(bench: Bench) -> None:
         bench.run(bench.generator.pull_weights(gone))
     bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
     torn: WeightsRef = bench.run(bench.trainer.push_weights())
-    bench.store._pieces[torn.version, 0][0].view(torch.uint8)[0] ^= 1
+    location = bench.store._manifests[torn.version].parts[0].location
+    bench.store._pieces[location][0].view(torch.uint8)[0] ^= 1
     before = [p.clone() for p in bench.generator._model.parameters()]
     with pytest.raises(WeightsError, match="checksum"):
         bench.run(bench.generator.pull_weights(torn))

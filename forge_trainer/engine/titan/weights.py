@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
+from forge_trainer.functional.rectangles import rectangle_offsets
 from forge_trainer.pieces import WeightPiece
 
 TIED = {"model.embed_tokens.weight": ("lm_head.weight",)}
@@ -30,7 +30,7 @@ def hf_pieces(
     for name, value in model.state_dict().items():
         target_dtype = dtype if name in parameters else value.dtype
         for hf_name, hf_value in adapter.to_hf({name: _splittable(model, name, value)}).items():
-            rectangle = _own_rectangle(hf_value)
+            rectangle = _own_rectangle(hf_name, hf_value)
             if rectangle is not None:
                 offsets, data = rectangle
                 shape = tuple(hf_value.shape)
@@ -70,7 +70,7 @@ def _splittable(model: Decoder, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _own_rectangle(value: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+def _own_rectangle(name: str, value: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     """Offsets and data; None if another rank is responsible, or there is nothing."""
     if not isinstance(value, DTensor):
         return (0,) * value.dim(), value.detach()
@@ -83,5 +83,4 @@ def _own_rectangle(value: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     local = value.to_local().detach()
     if local.numel() == 0:
         return None
-    _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    return tuple(int(offset) for offset in offsets), local
+    return rectangle_offsets(name, value), local
