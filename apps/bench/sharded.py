@@ -31,8 +31,8 @@ from forge_trainer.types import (
 )
 
 SETS_FILE = "tensors.json"
-COMPUTE_SIZE, COMPUTE_ROUNDS = 512, 20
-"""A forward_backward multiplies matrices of this size so often: about 50 ms on a core."""
+COMPUTE_SIZE, COMPUTE_ROUNDS = 512, 120
+"""A forward_backward multiplies matrices of this size so often: about 0.3 s on a core."""
 
 
 class _Tensors(nn.Module):

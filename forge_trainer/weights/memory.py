@@ -129,5 +129,8 @@ class _Pieces:
                 f"weights {self._manifest.version}: pieces of a rank are gone: {error}"
             ) from error
 
+    def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
+        """They are the store's own."""
+
     def require_unchanged(self) -> None:
         """What is in memory is never overwritten."""

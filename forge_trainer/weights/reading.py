@@ -34,6 +34,10 @@ class PieceSource(Protocol):
         """
         ...
 
+    def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
+        """What `fetch` gave for these pieces is not needed any more."""
+        ...
+
     def require_unchanged(self) -> None:
         """Raises WeightsError if what `fetch` gave was overwritten since."""
         ...
@@ -149,7 +153,10 @@ class VersionReading:
 
     async def _fill(self, plan: _Plan) -> None:
         fetched = await self._source.fetch(plan.pieces)
-        await asyncio.to_thread(self._verify_and_copy, plan, fetched)
+        try:
+            await asyncio.to_thread(self._verify_and_copy, plan, fetched)
+        finally:
+            self._source.release(plan.pieces, fetched)
 
     @torch.no_grad()
     def _verify_and_copy(self, plan: _Plan, fetched: Sequence[Tensor]) -> None:

@@ -261,6 +261,9 @@ class _Segments:
         ]
         return [views[piece.part][piece.index] for piece in pieces]
 
+    def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
+        """They are the store's own."""
+
     def require_unchanged(self) -> None:
         for segment, generation in self._segments:
             if segment.generation != generation:

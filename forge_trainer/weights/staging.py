@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.manifests import piece_checksum
-from forge_trainer.pieces import Layout, StagedPieces, Verify, WeightPiece
+from forge_trainer.pieces import Layout, PieceRecord, StagedPieces, Verify, WeightPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +131,21 @@ class HostBuffers:
             self.layout = layout
             self._buffers = [torch.empty(r.shape, dtype=r.torch_dtype) for r in layout.records]
         return self._buffers
+
+
+class SpareBuffers:
+    """Memory that one reader at a time takes and gives back, kept for the next version."""
+
+    def __init__(self) -> None:
+        self._spare: tuple[tuple[PieceRecord, ...], list[Tensor]] | None = None
+
+    def take(self, records: tuple[PieceRecord, ...]) -> list[Tensor]:
+        """One tensor per record, which nobody else has."""
+        if self._spare is not None and self._spare[0] == records:
+            buffers, self._spare = self._spare[1], None
+            return buffers
+        return [torch.empty(record.shape, dtype=record.torch_dtype) for record in records]
+
+    def give_back(self, records: tuple[PieceRecord, ...], buffers: Sequence[Tensor]) -> None:
+        """Keep them instead of those kept so far."""
+        self._spare = records, list(buffers)

@@ -22,6 +22,7 @@ from forge_trainer.pieces import (
     Layout,
     Manifest,
     PieceAddress,
+    PieceRecord,
     RankPieces,
     StagedPieces,
     Verify,
@@ -40,7 +41,7 @@ from .keys import (
 )
 from .leases import LeaseWatch, lease
 from .reading import Plans, VersionReading
-from .staging import HostBuffers, PieceCopier, sources_of
+from .staging import HostBuffers, PieceCopier, SpareBuffers, sources_of
 
 MAX_CONCURRENT_CALLS = 16
 """Each put or get is a call of its own; beyond a few in flight nothing gets faster."""
@@ -61,6 +62,7 @@ class TorchStoreWeightStore:
         self._watch = LeaseWatch(lease_timeout_s)
         self._copier = PieceCopier(verify)
         self._buffers = HostBuffers()
+        self._spare = SpareBuffers()
         self._plans = Plans()
 
     async def client(self) -> Any:
@@ -149,7 +151,9 @@ class TorchStoreWeightStore:
             async with self._lease(client, wanted):
                 manifest = await self._read_manifest(client, wanted)
                 if manifest is not None:
-                    yield VersionReading(manifest, _Keys(client, manifest), self._plans)
+                    yield VersionReading(
+                        manifest, _Keys(client, manifest, self._spare), self._plans
+                    )
                     return
             if version is not None:
                 raise missing(wanted, await self.versions())
@@ -213,12 +217,14 @@ class TorchStoreWeightStore:
 class _Keys:
     """Keeps `PieceSource`."""
 
-    def __init__(self, client: Any, manifest: Manifest) -> None:
+    def __init__(self, client: Any, manifest: Manifest, buffers: SpareBuffers) -> None:
         self._client = client
         self._manifest = manifest
+        self._buffers = buffers
 
     async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
-        async def get(piece: PieceAddress) -> Tensor:
+        async def get(item: tuple[PieceAddress, Tensor]) -> Tensor:
+            piece, buffer = item
             location = self._manifest.parts[piece.part].location
             name = piece.record.name
             try:
@@ -229,12 +235,21 @@ class _Keys:
                     f"{piece.record.offsets}: {error}"
                 ) from error
             require_layout(self._manifest, piece, data)
-            return data
+            return buffer.copy_(data)
 
-        return await _bounded_gather(get, pieces)
+        # What arrives is in fresh memory, and holding all of that would take longer than a copy.
+        buffers = self._buffers.take(_records(pieces))
+        return await _bounded_gather(get, list(zip(pieces, buffers, strict=True)))
+
+    def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
+        self._buffers.give_back(_records(pieces), fetched)
 
     def require_unchanged(self) -> None:
         """What arrived is this process's own."""
+
+
+def _records(pieces: Sequence[PieceAddress]) -> tuple[PieceRecord, ...]:
+    return tuple(piece.record for piece in pieces)
 
 
 async def _bounded_gather(function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:

@@ -517,3 +517,22 @@ def test_a_pull_into_other_tensors_is_planned_anew(subject: Subject) -> None:
                     await reading.load_into({"w": memory.view(9)})
 
     subject.run(scenario())
+
+
+def test_pulls_at_once_in_one_process_do_not_mix(subject: Subject) -> None:
+    async def scenario() -> None:
+        store = subject.open("off")
+        versions = (V0, V1, V2)
+        for step, version in enumerate(versions):
+            await publish(store, version, _by_rank(float(step)))
+
+        async def load(step: int, version: WeightsVersion) -> None:
+            live = {name: torch.zeros_like(tensor) for name, tensor in model().items()}
+            async with store.reading(version) as reading:
+                await asyncio.gather(reading.load_into(live), reading.read("matrix"))
+            assert _equal(live, model(float(step)))
+
+        for _ in range(5):
+            await asyncio.gather(*(load(step, version) for step, version in enumerate(versions)))
+
+    subject.run(scenario())
