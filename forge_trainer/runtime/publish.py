@@ -31,7 +31,8 @@ class WeightsPublisher:
         self._ranks = ranks
         self._config = setup.weights
         self._store = setup.store
-        self._timeout_s = setup.trainer.checkpoint_timeout_s
+        self._write_timeout_s = setup.trainer.checkpoint_timeout_s
+        self._store_timeout_s = setup.trainer.collective_timeout_s
         self._epoch = 0
         self._writing: asyncio.Task[list[RankPieces]] | None = None
         self._publishing: asyncio.Task[WeightsRef] | None = None
@@ -118,13 +119,13 @@ class WeightsPublisher:
                 raise published_already(version)
 
     def _limit(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
-        return _limit(self._timeout_s, f"the weight store did not {what}")
+        return _limit(self._store_timeout_s, f"the weight store did not {what}")
 
     async def _written(self, staged: Sequence[StagedWeights]) -> list[RankPieces]:
         written = [one.written for one in staged if one.written is not None]
         if len(written) == len(staged):
             return written
-        async with _limit(self._timeout_s, "a rank did not write its weights"):
+        async with _limit(self._write_timeout_s, "a rank did not write its weights"):
             return await ask_all(self._ranks, "written_weights")
 
     async def _publish(
@@ -198,6 +199,11 @@ class WeightsPublisher:
         if publishing is not None and publishing.done() and publishing.exception() is not None:
             await self.wait()
 
+    async def forget_failure(self) -> None:
+        """What is about to be mended need not be told."""
+        with contextlib.suppress(WeightsError):
+            await self.raise_failure()
+
     async def wait_for_live_weights(self) -> None:
         """Return once no push reads the live weights any more.
 
@@ -261,6 +267,4 @@ async def _limit(seconds: float, failure: str) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise WeightsError(
-            f"{failure} within trainer.checkpoint_timeout_s = {seconds:.0f} s"
-        ) from error
+        raise WeightsError(f"{failure} within {seconds:.0f} s") from error

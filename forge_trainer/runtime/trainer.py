@@ -243,6 +243,7 @@ class TrainerHandle:
 
     async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
         """Publish through the store that `restart` opens, in a new epoch."""
+        await self._publisher.forget_failure()
         await self._turns.take(self._publisher.replace_store, restart)
 
     async def get_config(self) -> TrainerFacts:

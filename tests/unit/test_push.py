@@ -274,7 +274,7 @@ def test_a_store_that_hangs_is_given_up(
         async def hang(manifest: Manifest) -> None:
             await asyncio.Event().wait()
 
-        trainer._publisher._timeout_s = 0.05
+        trainer._publisher._store_timeout_s = 0.05
         with monkeypatch.context() as patched:
             patched.setattr(store, "commit", hang)
             with pytest.raises(WeightsError, match="weight store did not publish a version within"):
@@ -290,6 +290,9 @@ def test_a_replaced_store_gets_only_whole_versions(tiny_qwen3: Path, tmp_path: P
     async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
         new = MemoryWeightStore()
 
+        async def failing(manifest: Manifest) -> None:
+            raise WeightsError("gone")
+
         async def restart() -> MemoryWeightStore:
             trainer._publisher._ranks._worker.use_store(new)  # type: ignore[attr-defined]
             return new
@@ -301,8 +304,15 @@ def test_a_replaced_store_gets_only_whole_versions(tiny_qwen3: Path, tmp_path: P
         store.may_write.set()
         await asyncio.gather(pushing, replacing)
         assert await new.versions() == []
+        # A push to the new one that failed is no obstacle to another one.
+        new.commit = failing  # type: ignore[method-assign]
+        await trainer.push_weights(wait=False)
+        while (await trainer.get_status()).is_pushing:
+            await asyncio.sleep(0.001)
+        new = MemoryWeightStore()
+        await trainer.replace_store(restart)
         ref = await trainer.push_weights()
-        assert ref.version == WeightsVersion(1, 0)
+        assert ref.version == WeightsVersion(2, 0)
         await read_all(new, ref.version)
 
     _run(scenario, tiny_qwen3, tmp_path, "copy")
