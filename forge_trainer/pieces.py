@@ -182,8 +182,8 @@ class StagedWeights:
 
     step: int
     """Of its engine."""
-    names: tuple[str, ...]
-    num_bytes: int
+    layout: bytes
+    """Of its pieces, as in `RankPieces`."""
     written: RankPieces | None
     """None while they are being written."""
 

@@ -164,9 +164,8 @@ class Worker:
         await self._written()
         staged = self._staged = await self._run("stage_weights", stage)
         self._writing = asyncio.create_task(self._store.write(staged), name=f"write {version}")
-        names = tuple(record.name for record in staged.layout.records)
         written = await self._writing if wait else None
-        return StagedWeights(self._engine.step, names, staged.layout.num_bytes, written)
+        return StagedWeights(self._engine.step, staged.layout.encoded, written)
 
     async def written_weights(self) -> RankPieces:
         """What became of the pieces that were staged last."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.functional.manifests import build_manifest
-from forge_trainer.pieces import RankPieces, StagedWeights, WeightsRef, WeightsVersion
+from forge_trainer.pieces import Layout, RankPieces, StagedWeights, WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import TransferStatus
 from forge_trainer.weights.keys import published_already
@@ -89,10 +89,11 @@ class WeightsPublisher:
         except BaseException:
             await self._abandon(version)
             raise
+        layouts = [Layout.decode(one.layout) for one in staged]
         ref = WeightsRef(
             version=version,
-            num_tensors=len({name for one in staged for name in one.names}),
-            num_bytes=sum(one.num_bytes for one in staged),
+            num_tensors=len({record.name for one in layouts for record in one.records}),
+            num_bytes=sum(one.num_bytes for one in layouts),
             dtype=self._config.dtype,
             transport=self.transport,
         )

@@ -59,18 +59,24 @@ class _Plan:
 
     pieces: list[PieceAddress]
     """Each that is needed, once."""
-    copies: list[tuple[int, tuple[slice, ...] | None, Tensor]]
-    """(index of the piece, what of it, None for all, where to)."""
+    sources: list[tuple[int, tuple[slice, ...] | None]]
+    """(index of the piece, what of it, None for all)."""
+    destinations: list[Tensor]
+    """Of every source, where it goes."""
+    gpus: set[torch.device]
+    """With any of them."""
 
     @classmethod
     def of(cls, copies: Sequence[_Copy]) -> _Plan:
         pieces: dict[tuple[int, int], tuple[int, PieceAddress]] = {}
-        planned = []
+        sources = []
         for copy in copies:
             key = (copy.piece.part, copy.piece.index)
             index, _ = pieces.setdefault(key, (len(pieces), copy.piece))
-            planned.append((index, copy.region, copy.destination))
-        return cls([piece for _, piece in pieces.values()], planned)
+            sources.append((index, copy.region))
+        destinations = [copy.destination for copy in copies]
+        gpus = {tensor.device for tensor in destinations if tensor.is_cuda}
+        return cls([piece for _, piece in pieces.values()], sources, destinations, gpus)
 
 
 class Plans:
@@ -81,7 +87,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._key: object = None
-        self._plan = _Plan([], [])
+        self._plan = _Plan.of([])
 
     def plan(self, manifest: Manifest, destinations: Mapping[str, Tensor], *, whole: bool) -> _Plan:
         """How to fill the destinations; if `whole`, they must be all tensors of the version.
@@ -161,21 +167,20 @@ class VersionReading:
     @torch.no_grad()
     def _verify_and_copy(self, plan: _Plan, fetched: Sequence[Tensor]) -> None:
         require_checksums(self.manifest, plan.pieces, fetched)
-        if not plan.copies:
+        if not plan.destinations:
             # An empty shard.
             return
         self._source.require_unchanged()
         try:
             torch._foreach_copy_(
-                [destination for _, _, destination in plan.copies],
+                plan.destinations,
                 [
                     fetched[index] if region is None else fetched[index][region]
-                    for index, region, _ in plan.copies
+                    for index, region in plan.sources
                 ],
             )
-            for device in {destination.device for _, _, destination in plan.copies}:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+            for gpu in plan.gpus:
+                torch.cuda.synchronize(gpu)
             self._source.require_unchanged()
         except Exception as error:
             raise TornWeightsError(

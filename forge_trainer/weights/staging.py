@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,7 +97,7 @@ def _empty(copy: Tensor, buffer: Tensor, arrived: torch.cuda.Event) -> None:
 
 def sources_of(pieces: Sequence[WeightPiece]) -> tuple[list[Tensor], torch.cuda.Event | None]:
     """What the pieces are to be read from, and when a GPU will have computed it."""
-    sources = [piece.data.detach() for piece in pieces]
+    sources = [piece.data for piece in pieces]
     if not any(source.is_cuda for source in sources):
         return sources, None
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -107,7 +108,8 @@ def sources_of(pieces: Sequence[WeightPiece]) -> tuple[list[Tensor], torch.cuda.
 def _sum_is_finite(tensor: Tensor) -> bool:
     """A sum of finite numbers may overflow, but one with a nan or infinity in it is not finite."""
     has_nan = tensor.is_floating_point() or tensor.is_complex()
-    return not has_nan or bool(torch.isfinite(tensor.sum()))
+    # A complex number is finite if its absolute value is.
+    return not has_nan or math.isfinite(abs(tensor.sum().item()))
 
 
 def _require_finite(staged: StagedPieces, indices: Sequence[int]) -> None:
