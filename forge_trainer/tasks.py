@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,18 @@ async def run_with_background(
         behind = group.create_task(background, name="background")
         await group.create_task(main, name="main")
         behind.cancel()
+
+
+@contextlib.asynccontextmanager
+async def limit(
+    seconds: float, error: Callable[[str], Exception], failure: str
+) -> AsyncIterator[None]:
+    """Raises `error`, which says what did not happen in time, once the time is over."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as timeout:
+        raise error(f"{failure} within {seconds:.0f} s") from timeout
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:

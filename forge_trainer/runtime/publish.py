@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from forge_trainer.errors import AlreadyPublishedError, WeightsError
@@ -15,9 +15,11 @@ from forge_trainer.functional.manifests import build_manifest
 from forge_trainer.pieces import Layout, RankPieces, StagedWeights, WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import TransferStatus
+from forge_trainer.tasks import limit
 from forge_trainer.weights.keys import published_already
 
 from .ranks import RankCalls, TrainerSetup, ask_all
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,15 @@ class WeightsPublisher:
         self._epoch = 0
         self._writing: asyncio.Task[list[RankPieces]] | None = None
         self._publishing: asyncio.Task[WeightsRef] | None = None
-        self._dropping: asyncio.Task[None] | None = None
-        self._leaving: list[WeightsVersion] = []
-        """Hidden from new readers, and still being read."""
+        self._retention = self._new_retention()
         self.published: WeightsVersion | None = None
         """The newest version that exists."""
-        self.held: list[WeightsVersion] = []
-        """Versions that exist, oldest first."""
         self.push: TransferStatus | None = None
+
+    @property
+    def held(self) -> list[WeightsVersion]:
+        """Versions that exist, oldest first."""
+        return self._retention.held
 
     @property
     def transport(self) -> str:
@@ -52,10 +55,13 @@ class WeightsPublisher:
 
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
-        self._leaving = await self._store.clean()
-        self.held = await self._store.versions()
+        self._retention = self._new_retention()
+        await self._retention.start()
         epochs = [version.epoch + 1 for version in self.held]
         self._epoch = max([self._epoch, *epochs])
+
+    def _new_retention(self) -> Retention:
+        return Retention(self._store, self._config, self._store_timeout_s)
 
     async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
         """Publish through the store that `restart` opens, in a new epoch."""
@@ -77,9 +83,7 @@ class WeightsPublisher:
         await self.wait()
         version = WeightsVersion(self._epoch, step)
         await self._require_publishable(version, policy_version)
-        if self._dropping is not None:
-            # What it frees is used again.
-            await self._dropping
+        await self._retention.settle()
         start = time.perf_counter()
         try:
             staged: list[StagedWeights] = await self._ranks.call(
@@ -120,13 +124,13 @@ class WeightsPublisher:
                 raise published_already(version)
 
     def _limit(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
-        return _limit(self._store_timeout_s, f"the weight store did not {what}")
+        return limit(self._store_timeout_s, WeightsError, f"the weight store did not {what}")
 
     async def _written(self, staged: Sequence[StagedWeights]) -> list[RankPieces]:
         written = [one.written for one in staged if one.written is not None]
         if len(written) == len(staged):
             return written
-        async with _limit(self._write_timeout_s, "a rank did not write its weights"):
+        async with limit(self._write_timeout_s, WeightsError, "a rank did not write its weights"):
             return await ask_all(self._ranks, "written_weights")
 
     async def _publish(
@@ -154,9 +158,8 @@ class WeightsPublisher:
             await self._abandon(version)
             raise
         self.published = version
-        self.held = [*self.held, version]
         self.push = TransferStatus(ref.num_bytes, time.perf_counter() - start)
-        self._dropping = asyncio.create_task(self._drop_old_versions(), name="drop weights")
+        self._retention.add(version)
         return ref
 
     async def num_readers(self) -> int:
@@ -225,21 +228,7 @@ class WeightsPublisher:
         try:
             await self.wait()
         finally:
-            if self._dropping is not None:
-                await asyncio.wait([self._dropping])
-
-    async def _drop_old_versions(self) -> None:
-        """Old versions leave; one that is being read goes when a later push finds it free."""
-        keep = self._config.keep_versions
-        self._leaving += self.held[:-keep]
-        self.held = self.held[-keep:]
-        for version in list(self._leaving):
-            try:
-                async with self._limit("drop a version"):
-                    if await self._store.drop(version):
-                        self._leaving.remove(version)
-            except Exception as error:
-                logger.warning("could not drop old weights %s: %s", version, error)
+            await self._retention.close()
 
     async def _abandon(self, version: WeightsVersion) -> None:
         """Remove what a failed push left; its own failure must not hide the first one."""
@@ -259,13 +248,3 @@ def _require_step(version: WeightsVersion, staged: Sequence[StagedWeights]) -> N
     steps = [one.step for one in staged]
     if set(steps) != {version.policy_version}:
         raise WeightsError(f"weights {version}: the ranks are at steps {steps}; not published")
-
-
-@contextlib.asynccontextmanager
-async def _limit(seconds: float, failure: str) -> AsyncIterator[None]:
-    """Raises WeightsError, which says what did not happen, once the time is over."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise WeightsError(f"{failure} within {seconds:.0f} s") from error

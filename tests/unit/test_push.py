@@ -260,9 +260,31 @@ def test_a_version_that_cannot_be_dropped_does_not_keep_others(
             await trainer.push_weights()
             await trainer.train_step(GOOD, loss="grpo")
         await trainer.push_weights()
-        assert trainer._publisher._dropping is not None
-        await trainer._publisher._dropping
+        await trainer._publisher._retention.settle()
         assert [v.policy_version for v in await store.versions()] == [0, 4, 5]
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_version_goes_once_its_last_reader_is_done(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Whether or not there is another push."""
+
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        trainer._publisher._retention._look_again_s = 0.001
+        await trainer.push_weights()
+        async with store.reading(V0) as reading:
+            for _ in range(3):
+                await trainer.train_step(GOOD, loss="grpo")
+                await trainer.push_weights()
+            # Long enough to be looked at more than once.
+            await asyncio.sleep(0.02)
+            await reading.read("model.norm.weight")
+            held = await store.versions()
+            assert [v.policy_version for v in held] == [2, 3]
+            assert len(store._pieces) == 3
+        while len(store._pieces) == 3:
+            await asyncio.sleep(0.001)
+        assert await store.versions() == held
 
     _run(scenario, tiny_qwen3, tmp_path, "copy")
 
