@@ -107,12 +107,21 @@ def _is_own(folder: Path) -> bool:
 
 def _is_orphan(folder: Path) -> bool:
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        return can_lock(folder / LOCK, fcntl.LOCK_EX)
     except FileNotFoundError:
         # In the making, or a process died while it made or removed it.
         return time.time() - folder.stat().st_mtime > UNLOCKED_AGE_S
+
+
+def can_lock(path: Path, kind: int) -> bool:
+    """True if nobody holds a lock that excludes this kind (`fcntl.LOCK_EX`, `LOCK_SH`).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     else:

@@ -37,7 +37,7 @@ from forge_trainer.pieces import (
 from .keys import missing, published_already, version_of
 from .reading import Plans, VersionReading
 from .segments import Segment, packed_bytes
-from .shared_folder import LEASES, MANIFESTS, SEGMENTS, hold
+from .shared_folder import LEASES, MANIFESTS, SEGMENTS, can_lock, hold
 from .staging import PieceCopier, sources_of
 
 
@@ -285,14 +285,7 @@ def _place(location: str) -> tuple[str, int]:
 
 def _is_locked(path: Path) -> bool:
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Shared: two that look at once are no readers to each other.
+        return not can_lock(path, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(lock)
