@@ -7,6 +7,7 @@ free: `status` answers while a step runs. Publishing to the store runs on the ev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -25,6 +26,7 @@ from forge_trainer.errors import (
     CollectiveError,
     EngineError,
     ForgeTrainerError,
+    WeightsError,
 )
 from forge_trainer.functional.objective import make_loss
 from forge_trainer.pieces import RankPieces, StagedPieces, StagedWeights, WeightsVersion
@@ -144,6 +146,9 @@ class Worker:
 
     def use_store(self, store: WeightStore) -> None:
         """Publish through this store from now on."""
+        if self._writing is not None:
+            # It would hold up the next push for as long as a lost store does not answer.
+            self._writing.cancel()
         self._store = store
 
     async def stage_weights(self, version: WeightsVersion, wait: bool) -> StagedWeights:
@@ -161,28 +166,41 @@ class Worker:
                 in_place=self._weights.stage == "in_place",
             )
 
-        await self._written()
+        await self._wait_for_writing()
         staged = self._staged = await self._run("stage_weights", stage)
         self._writing = asyncio.create_task(self._store.write(staged), name=f"write {version}")
-        written = await self._writing if wait else None
+        written = await self.written_weights() if wait else None
         return StagedWeights(self._engine.step, staged.layout.encoded, written)
 
     async def written_weights(self) -> RankPieces:
-        """What became of the pieces that were staged last."""
+        """What became of the pieces that were staged last.
+
+        Raises:
+            WeightsError: they could not be written.
+        """
         assert self._writing is not None
-        return await asyncio.shield(self._writing)
+        await self._wait_for_writing()
+        return await self._writing
 
     async def abandon_weights(self, version: WeightsVersion) -> None:
         """Remove what this rank has of a version that will not be published."""
         staged = self._staged
-        await self._written()
+        await self._wait_for_writing()
         if staged is not None and staged.version == version:
             await self._store.abandon(staged)
 
-    async def _written(self) -> None:
-        """Wait until nothing is being written, whatever comes of it."""
+    async def _wait_for_writing(self) -> None:
+        """Return once nothing is being written, whatever came of it.
+
+        Raises:
+            WeightsError: the store does not answer.
+        """
+        # Less than what the controller waits for this rank once another has answered.
+        timeout_s = 0.9 * self._config.checkpoint_timeout_s
         if self._writing is not None:
-            await asyncio.gather(self._writing, return_exceptions=True)
+            await asyncio.wait([self._writing], timeout=timeout_s)
+            if not self._writing.done():
+                raise WeightsError(f"this rank did not write its weights within {timeout_s:.0f} s")
 
     async def facts(self) -> RankFacts:
         facts = self._engine.facts()
@@ -208,7 +226,8 @@ class Worker:
 
     async def close(self) -> None:
         """Wait for the work thread and what is being written, and free the engine."""
-        await self._written()
+        with contextlib.suppress(WeightsError):
+            await self._wait_for_writing()
         await self._run("close", self._close)
         self._thread.shutdown(wait=True)
 

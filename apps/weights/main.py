@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from apps.command_line import BAD_CONFIG, FAILED, OK, run_app
 from forge_trainer.config.schema import GrpoConfig
 from forge_trainer.config.trainer import ProfilingConfig
+from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge_trainer.runtime.compare import Comparison
@@ -74,7 +75,12 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
             model_dir = checkpoint
         else:
             model_dir = find_model(config, Path(scratch))
-        check_models(model_dir, config.trainers, config.generator, config.weights)
+        try:
+            check_models(model_dir, config.trainers, config.generator, config.weights)
+        except ConfigError as error:
+            if model_dir == checkpoint:
+                raise ConfigError(f"--checkpoint {checkpoint}: {error}") from error
+            raise
         load = None if kind in (None, "hf") else checkpoint
         return report(asyncio.run(compare(config, model_dir.resolve(), load)))
 

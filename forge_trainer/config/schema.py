@@ -91,8 +91,8 @@ class WeightsConfig(Section):
     """Checksums that are made when publishing and compared when pulling: of every tensor, of one in
     eight (others at the next version), or none. Names, shapes and dtypes are always compared."""
     lease_timeout_s: PositiveFloat = 30.0
-    """A reader in torchstore that gave no sign for so long is dead. In shared memory the system
-    knows at once."""
+    """A reader in torchstore that gave no sign for so long is dead; in shared memory the system
+    knows at once. Versions that wait for their readers are looked at four times in this time."""
 
 
 class GeneratorConfig(Section):

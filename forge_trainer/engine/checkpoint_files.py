@@ -62,7 +62,8 @@ def read_marker(path: Path) -> Marker:
     """
     file = path / MARKER
     if not file.is_file():
-        why = f"lacks {MARKER}, so it is incomplete" if path.is_dir() else "does not exist"
+        why = "is not a directory" if path.exists() else "does not exist"
+        why = f"lacks {MARKER}, so it is incomplete" if path.is_dir() else why
         raise CheckpointError(f"checkpoint {path} {why}")
     try:
         values = json.loads(file.read_text())

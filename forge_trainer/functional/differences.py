@@ -33,7 +33,7 @@ def difference(one: Tensor, other: Tensor) -> ValueDifference:
         differs = (_bytes(a) != _bytes(b)).any(dim=1)
         num_different += int(differs.sum())
         if differs.any():
-            apart = (a[differs].double() - b[differs].double()).abs().max()
+            apart = (_exact(a[differs]) - _exact(b[differs])).abs().max().double()
             # Unlike Python's max, keeps a nan on either side.
             largest = torch.maximum(largest, apart)
     return ValueDifference(one.numel(), num_different, float(largest))
@@ -41,6 +41,13 @@ def difference(one: Tensor, other: Tensor) -> ValueDifference:
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(tensor.detach().contiguous().reshape(-1), CHUNK_ELEMENTS)
+
+
+def _exact(flat: Tensor) -> Tensor:
+    """In a dtype that holds the values and, but for huge integers, their differences."""
+    if flat.is_complex():
+        return flat.to(torch.complex128)
+    return flat.double() if flat.is_floating_point() else flat.long()
 
 
 def _bytes(flat: Tensor) -> Tensor:

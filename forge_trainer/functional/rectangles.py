@@ -38,6 +38,7 @@ def any_overlap(rectangles: Sequence[Rectangle], global_shape: Sequence[int]) ->
 
     Linear where they are slices of one dim, as of hundreds of ranks they are.
     """
+    rectangles = [rectangle for rectangle in rectangles if 0 not in rectangle[1]]
     varying = [
         dim
         for dim, extent in enumerate(global_shape)

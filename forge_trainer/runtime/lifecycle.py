@@ -49,8 +49,7 @@ class Services:
 
     async def restart_store(self) -> WeightsRef:
         """Replace a torchstore whose process is gone; the current weights go into the new one."""
-        await self.trainer.replace_store(self.store.restart)
-        return await self.trainer.push_weights()
+        return await self.trainer.replace_store(self.store.restart)
 
 
 @contextlib.asynccontextmanager

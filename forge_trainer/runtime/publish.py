@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.functional.manifests import build_manifest
@@ -18,12 +17,13 @@ from forge_trainer.status import TransferStatus
 from forge_trainer.tasks import limit
 from forge_trainer.weights.keys import published_already
 
-from .ranks import RankCalls, TrainerSetup, ask_all
+from .ranks import OpenStore, RankCalls, TrainerSetup, ask_all
 from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
 ABANDON_TIMEOUT_S = 20.0
+STATUS_TIMEOUT_S = 5.0
 
 
 class WeightsPublisher:
@@ -56,21 +56,31 @@ class WeightsPublisher:
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
         self._retention = self._new_retention()
-        await self._retention.start()
+        async with self._limit("say what it holds"):
+            await self._retention.start()
         epochs = [version.epoch + 1 for version in self.held]
         self._epoch = max([self._epoch, *epochs])
 
     def _new_retention(self) -> Retention:
         return Retention(self._store, self._config, self._store_timeout_s)
 
-    async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
-        """Publish through the store that `restart` opens, in a new epoch."""
-        # What is on its way to the old store does not matter any more.
-        with contextlib.suppress(WeightsError):
-            await self.close()
-        self._store = await restart()
+    async def replace_store(self, step: int, restart: OpenStore) -> WeightsRef:
+        """Publish the weights of `step` through the store that `restart` opens, in a new epoch.
+
+        If `restart` fails, all stays as it was.
+        """
+        try:
+            await self.wait()
+        except Exception as error:
+            # What was on its way to the old store does not matter any more.
+            logger.warning("the store is replaced after a push that failed: %s", error)
+        store = await restart()
+        await self._retention.close()
+        self._store = store
+        self.published = self.push = None
         self.open_epoch()
         await self.start()
+        return await self.push_weights(step, None, wait=True)
 
     def open_epoch(self) -> None:
         """From now on versions are newer than all before, so a step may be published again."""
@@ -165,8 +175,9 @@ class WeightsPublisher:
     async def num_readers(self) -> int:
         """Readers that hold a version now; 0 if the store does not answer."""
         try:
-            return await self._store.num_readers()
-        except WeightsError as error:
+            async with limit(STATUS_TIMEOUT_S, WeightsError, "the readers were not counted"):
+                return await self._store.num_readers()
+        except Exception as error:
             logger.warning("%s", error)
             return 0
 
@@ -203,11 +214,6 @@ class WeightsPublisher:
         if publishing is not None and publishing.done() and publishing.exception() is not None:
             await self.wait()
 
-    async def forget_failure(self) -> None:
-        """What is about to be mended need not be told."""
-        with contextlib.suppress(WeightsError):
-            await self.raise_failure()
-
     async def wait_for_live_weights(self) -> None:
         """Return once no push reads the live weights any more.
 
@@ -235,12 +241,15 @@ class WeightsPublisher:
         if self._ranks.is_lost:
             # The next trainer on this store cleans up.
             return
-        for rank in range(self._ranks.size):
+
+        async def abandon(rank: int) -> None:
             try:
                 async with asyncio.timeout(ABANDON_TIMEOUT_S):
                     await self._ranks.ask(rank, "abandon_weights", version)
             except Exception as error:
                 logger.warning("could not remove half-published weights %s: %r", version, error)
+
+        await asyncio.gather(*(abandon(rank) for rank in range(self._ranks.size)))
 
 
 def _require_step(version: WeightsVersion, staged: Sequence[StagedWeights]) -> None:

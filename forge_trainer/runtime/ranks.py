@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,6 +14,9 @@ from forge_trainer.errors import EngineError
 from forge_trainer.protocols import WeightStore
 
 T = TypeVar("T")
+
+OpenStore = Callable[[], Coroutine[Any, Any, WeightStore]]
+"""Opens a new store in all processes of a run; the controller's view of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class Retention:
         """Versions that exist, oldest first."""
         self._leaving: list[WeightsVersion] = []
         """Hidden from new readers, and still being read."""
+        self._stuck: set[WeightsVersion] = set()
+        """Those that could not be dropped, which is told once."""
         self._one_at_a_time = asyncio.Lock()
         self._dropping: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -34,7 +36,7 @@ class Retention:
         """Take over what earlier trainers left in the store."""
         self._leaving = await self._store.clean()
         self.held = await self._store.versions()
-        self._look_again(bool(self._leaving))
+        self._look_again()
 
     def add(self, version: WeightsVersion) -> None:
         """A newer version exists, so an old one may go."""
@@ -49,35 +51,33 @@ class Retention:
             await asyncio.wait([self._dropping])
 
     async def _drop_old(self) -> None:
-        self._look_again(await self._drop_left())
+        await self._drop_left()
+        self._look_again()
 
-    def _look_again(self, is_read: bool) -> None:
-        if is_read and (self._looking is None or self._looking.done()):
+    def _look_again(self) -> None:
+        if self._leaving and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._drop_later(), name="drop weights later")
 
     async def _drop_later(self) -> None:
         """What is being read goes once its readers are done or dead."""
-        is_read = True
-        while is_read:
+        while self._leaving:
             await asyncio.sleep(self._look_again_s)
-            is_read = await self._drop_left()
+            await self._drop_left()
 
-    async def _drop_left(self) -> bool:
-        """True if some of it is being read."""
-        is_read = False
+    async def _drop_left(self) -> None:
         async with self._one_at_a_time:
             for version in list(self._leaving):
                 try:
                     async with asyncio.timeout(self._store_timeout_s):
                         has_gone = await self._store.drop(version)
                 except Exception as error:
-                    # The next push tries again.
-                    logger.warning("could not drop old weights %s: %r", version, error)
+                    if version not in self._stuck:
+                        logger.warning("could not drop old weights %s yet: %r", version, error)
+                    self._stuck.add(version)
                     continue
                 if has_gone:
                     self._leaving.remove(version)
-                is_read = is_read or not has_gone
-        return is_read
+                    self._stuck.discard(version)
 
     async def close(self) -> None:
         """Drop nothing any more."""

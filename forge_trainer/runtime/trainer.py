@@ -7,12 +7,11 @@ knows Monarch: ranks are reached through `RankCalls`, over actors or in this pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
 from forge_trainer.pieces import WeightsRef
-from forge_trainer.protocols import WeightStore
 from forge_trainer.status import EngineFacts, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
     CheckpointFormat,
@@ -31,7 +30,7 @@ from .batches import BatchDealer
 from .checkpoints import Checkpoints
 from .facts import merge_statuses, trainer_facts
 from .publish import WeightsPublisher
-from .ranks import RankCalls, TrainerSetup, agreed, ask_all
+from .ranks import OpenStore, RankCalls, TrainerSetup, agreed, ask_all
 from .turns import Turns
 
 
@@ -241,10 +240,11 @@ class TrainerHandle:
         """
         return await self._publisher.wait()
 
-    async def replace_store(self, restart: Callable[[], Coroutine[Any, Any, WeightStore]]) -> None:
-        """Publish through the store that `restart` opens, in a new epoch."""
-        await self._publisher.forget_failure()
-        await self._turns.take(self._publisher.replace_store, restart)
+    async def replace_store(self, restart: OpenStore) -> WeightsRef:
+        """Publish the current weights through the store that `restart` opens, in a new epoch."""
+        return await self._turns.take_anyway(
+            lambda: self._publisher.replace_store(self._step, restart)
+        )
 
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from forge_trainer.errors import EngineError
@@ -26,11 +27,21 @@ class Turns:
         self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """The result of `work`, with no other call in between."""
+        async with self._turn():
+            await self._before()
+            return await to_the_end(work(*args, **kwargs))
+
+    async def take_anyway(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The same without `before`: for what mends the failure that it would raise."""
+        async with self._turn():
+            return await to_the_end(work())
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
         async with self._lock:
             if self._is_closed:
                 raise EngineError("this trainer is closed")
-            await self._before()
-            return await to_the_end(work(*args, **kwargs))
+            yield
 
     async def close(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """The last turn, taken once."""

@@ -82,11 +82,12 @@ class LeaseWatch:
             if now - self._seen[reader][1] <= self._timeout_s:
                 living += 1
                 continue
-            del self._seen[reader]
             for key in own:
                 # The reader may be ending its lease at the same time.
                 with contextlib.suppress(Exception):
                     await client.delete(key)
+            # Only now: whoever looks at the same time must not take it for a new one.
+            self._seen.pop(reader, None)
         if version is None:
             self._seen = {reader: seen for reader, seen in self._seen.items() if reader in keys}
         return living

@@ -88,6 +88,8 @@ class MemoryWeightStore:
             yield VersionReading(manifest, _Pieces(self._pieces, manifest), self._plans)
         finally:
             self._readers[wanted] -= 1
+            # Without those that nobody reads.
+            self._readers = +self._readers
 
     async def num_readers(self) -> int:
         return self._readers.total()
@@ -110,7 +112,8 @@ class MemoryWeightStore:
         return list(self._hidden)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Let go of the reader's tensors."""
+        self._plans = Plans()
 
 
 class _Pieces:

@@ -82,7 +82,8 @@ class _Plan:
 class Plans:
     """The plan of the last pull: of the next one, too, if layout and destinations are the same.
 
-    Making it takes longer than copying where tensors are small.
+    Making it takes longer than copying where tensors are small. It keeps the destinations alive
+    until there is another plan, or the store is closed.
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 MANIFESTS, LEASES, SEGMENTS = "manifests", "leases", "segments"
+NEW = ".new-"
 UNLOCKED_AGE_S = 600.0
-"""A folder without a lock file that is older was left by a process that died."""
+"""A folder in the making that is older was left by a process that died."""
 
 
 def default_root() -> Path:
@@ -43,7 +44,7 @@ def shared_folder(root: Path | None = None) -> Iterator[Path]:
     root = root or default_root()
     clean_orphans(root)
     name = f"{_prefix()}{secrets.token_hex(6)}"
-    new = root / f".new-{name}"
+    new = root / f"{NEW}{name}"
     try:
         new.mkdir(mode=0o700)
         for part in (MANIFESTS, LEASES, SEGMENTS):
@@ -78,7 +79,7 @@ def hold(folder: Path) -> int:
 def clean_orphans(root: Path) -> list[Path]:
     """Remove the folders of this user's runs that have no living process; which they were."""
     removed = []
-    for folder in [*root.glob(f"{_prefix()}*"), *root.glob(f".new-{_prefix()}*")]:
+    for folder in [*root.glob(f"{_prefix()}*"), *root.glob(f"{NEW}{_prefix()}*")]:
         # Another run may be cleaning, too.
         with contextlib.suppress(OSError):
             if _is_own(folder) and _is_orphan(folder):
@@ -107,10 +108,13 @@ def _is_own(folder: Path) -> bool:
 
 def _is_orphan(folder: Path) -> bool:
     try:
-        return can_lock(folder / LOCK, fcntl.LOCK_EX)
+        is_free = can_lock(folder / LOCK, fcntl.LOCK_EX)
+        if not folder.name.startswith(NEW):
+            return is_free
     except FileNotFoundError:
-        # In the making, or a process died while it made or removed it.
-        return time.time() - folder.stat().st_mtime > UNLOCKED_AGE_S
+        is_free = True
+    # In the making, or a process died while it made or removed it.
+    return is_free and time.time() - folder.stat().st_mtime > UNLOCKED_AGE_S
 
 
 def can_lock(path: Path, kind: int) -> bool:

@@ -72,7 +72,8 @@ class SharedMemoryWeightStore:
             ) from error
 
     def close(self) -> None:
-        """Let go of the folder; whoever opened it may do so more than once."""
+        """Let go of the folder and the reader's tensors; it may be said more than once."""
+        self._plans = Plans()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -230,7 +231,8 @@ class SharedMemoryWeightStore:
         return True
 
     async def clean(self) -> list[WeightsVersion]:
-        manifests = [self._read_manifest(version) for version in await self.versions()]
+        held = await self.versions()
+        manifests = [self._read_manifest(version) for version in held]
         named = {name for one in manifests if one is not None for name, _ in _places(one)}
         for path in self._segments.iterdir():
             if path.name in named:
@@ -240,7 +242,8 @@ class SharedMemoryWeightStore:
         for path in self._segments.parent.glob("new-*"):
             path.unlink(missing_ok=True)
         for lease in self._leases.iterdir():
-            if not _is_locked(lease):
+            # A reader of a version that exists may be about to lock its own.
+            if version_of(lease.name) not in held and not _is_locked(lease):
                 lease.unlink(missing_ok=True)
         # Who reads a hidden version has its segments mapped: they may lose their names.
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,8 +108,7 @@ def sources_of(pieces: Sequence[WeightPiece]) -> tuple[list[Tensor], torch.cuda.
 def _sum_is_finite(tensor: Tensor) -> bool:
     """A sum of finite numbers may overflow, but one with a nan or infinity in it is not finite."""
     has_nan = tensor.is_floating_point() or tensor.is_complex()
-    # A complex number is finite if its absolute value is.
-    return not has_nan or math.isfinite(abs(tensor.sum().item()))
+    return not has_nan or cmath.isfinite(tensor.sum().item())
 
 
 def _require_finite(staged: StagedPieces, indices: Sequence[int]) -> None:

@@ -348,11 +348,14 @@ def test_weights_that_are_not_finite_are_refused(
 ) -> None:
     live = torch.tensor([3e38, 3e38, 3e38])
     piece = WeightPiece("w", (3,), (0,), live, torch.float32)
+    largest = torch.finfo(torch.float64).max
+    complex_ = torch.complex(*torch.full((2, 1), largest, dtype=torch.float64))
+    huge = WeightPiece("z", (1,), (0,), complex_, torch.complex128)
 
     async def scenario() -> None:
         store = subject.open("full")
-        # Their sum overflows, but they are finite.
-        await publish(store, V0, [[piece]])
+        # Their sum overflows, or their absolute value, but they are finite.
+        await publish(store, V0, [[piece, huge]])
         broken = live.clone()
         broken[1] = bad
         bad_piece = WeightPiece("w", (3,), (0,), broken, torch.float32)
@@ -438,6 +441,8 @@ def test_an_abandoned_version_leaves_nothing(subject: Subject) -> None:
         await store.abandon(staged)
         assert await subject.traces(store) == before
         assert _equal((await read_all(store))[1], model())
+
+    subject.run(scenario())
 
 
 def test_an_attempt_that_is_abandoned_late_leaves_the_next_one_alone(subject: Subject) -> None:

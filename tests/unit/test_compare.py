@@ -158,6 +158,9 @@ def test_differences_are_those_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None
         torch.tensor([2.0], dtype=torch.bfloat16), torch.tensor([3.0]).bfloat16()
     ) == (ValueDifference(1, 1, 1.0))
     assert difference(torch.tensor(1), torch.tensor(5)) == ValueDifference(1, 1, 4.0)
+    assert difference(torch.tensor(2**60), torch.tensor(2**60 + 1)) == ValueDifference(1, 1, 1.0)
+    assert difference(torch.tensor(True), torch.tensor(False)) == ValueDifference(1, 1, 1.0)
+    assert difference(torch.tensor(3.0 + 1j), torch.tensor(4j)).largest == pytest.approx(18**0.5)
 
 
 def _against_published(bench: Bench) -> Comparison:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.errors import ConfigError, WeightsError
+from forge_trainer.errors import ConfigError, EngineError, WeightsError
 from forge_trainer.pieces import Manifest, RankPieces, StagedPieces, WeightsVersion
+from forge_trainer.protocols import WeightStore
 from forge_trainer.runtime.checks import check_dtypes
 from forge_trainer.runtime.in_process import start_in_process_trainer
+from forge_trainer.runtime.ranks import OpenStore
 from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.types import OptimParams
 from forge_trainer.weights.memory import MemoryWeightStore
@@ -266,18 +268,31 @@ def test_a_version_that_cannot_be_dropped_does_not_keep_others(
     _run(scenario, tiny_qwen3, tmp_path, "copy")
 
 
-def test_a_version_goes_once_its_last_reader_is_done(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Whether or not there is another push."""
+def test_a_version_goes_once_its_last_reader_is_done(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not there is another push, or an attempt failed."""
 
     async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        looks = 0
+        drop = store.drop
+
+        async def flaky(version: WeightsVersion) -> bool:
+            nonlocal looks
+            looks += 1
+            if looks == 3:
+                raise OSError("once")
+            return await drop(version)
+
+        monkeypatch.setattr(store, "drop", flaky)
         trainer._publisher._retention._look_again_s = 0.001
         await trainer.push_weights()
         async with store.reading(V0) as reading:
             for _ in range(3):
                 await trainer.train_step(GOOD, loss="grpo")
                 await trainer.push_weights()
-            # Long enough to be looked at more than once.
-            await asyncio.sleep(0.02)
+            while looks < 6:
+                await asyncio.sleep(0.001)
             await reading.read("model.norm.weight")
             held = await store.versions()
             assert [v.policy_version for v in held] == [2, 3]
@@ -306,36 +321,130 @@ def test_a_store_that_hangs_is_given_up(
     _run(scenario, tiny_qwen3, tmp_path, "copy")
 
 
+def _restart(trainer: TrainerHandle, new: WeightStore) -> OpenStore:
+    async def restart() -> WeightStore:
+        trainer._publisher._ranks._worker.use_store(new)  # type: ignore[attr-defined]
+        return new
+
+    return restart
+
+
 def test_a_replaced_store_gets_only_whole_versions(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Though a push to the old one has begun when it is replaced."""
+    """Though a push to the old one has begun when it is replaced, and others wait behind."""
 
     async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
         new = MemoryWeightStore()
-
-        async def failing(manifest: Manifest) -> None:
-            raise WeightsError("gone")
-
-        async def restart() -> MemoryWeightStore:
-            trainer._publisher._ranks._worker.use_store(new)  # type: ignore[attr-defined]
-            return new
-
         store.may_write.clear()
         pushing = asyncio.create_task(trainer.push_weights(wait=False))
-        replacing = asyncio.create_task(trainer.replace_store(restart))
+        replacing = asyncio.create_task(trainer.replace_store(_restart(trainer, new)))
+        stepping = asyncio.create_task(trainer.train_step(GOOD, loss="grpo"))
         await asyncio.sleep(0)
         store.may_write.set()
-        await asyncio.gather(pushing, replacing)
-        assert await new.versions() == []
-        # A push to the new one that failed is no obstacle to another one.
-        new.commit = failing  # type: ignore[method-assign]
-        await trainer.push_weights(wait=False)
-        while (await trainer.get_status()).is_pushing:
-            await asyncio.sleep(0.001)
-        new = MemoryWeightStore()
-        await trainer.replace_store(restart)
-        ref = await trainer.push_weights()
-        assert ref.version == WeightsVersion(2, 0)
+        _, ref, _ = await asyncio.gather(pushing, replacing, stepping)
+        assert ref.version == WeightsVersion(1, 0)
+        assert await new.versions() == [ref.version]
         await read_all(new, ref.version)
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+@pytest.mark.parametrize("error", [WeightsError("lost"), OSError("lost"), EngineError("no memory")])
+@pytest.mark.parametrize("when", ["before", "while waiting for a turn"])
+def test_a_store_is_replaced_whatever_became_of_the_last_push(
+    tiny_qwen3: Path, tmp_path: Path, error: Exception, when: str
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        new = MemoryWeightStore()
+        store.error = error
+        store.may_write.clear()
+        await trainer.push_weights(wait=False)
+        if when == "before":
+            store.may_write.set()
+            while (await trainer.get_status()).is_pushing:
+                await asyncio.sleep(0.001)
+            ref = await trainer.replace_store(_restart(trainer, new))
+        else:
+            stepping = asyncio.create_task(trainer.forward(GOOD))
+            await asyncio.sleep(0)
+            replacing = asyncio.create_task(trainer.replace_store(_restart(trainer, new)))
+            await asyncio.sleep(0)
+            store.may_write.set()
+            await stepping
+            ref = await replacing
+        assert await new.versions() == [ref.version]
+        await trainer.train_step(GOOD, loss="grpo")
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_store_that_cannot_be_replaced_goes_on(tiny_qwen3: Path, tmp_path: Path) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        async def restart() -> WeightStore:
+            raise ConfigError("cannot be had")
+
+        trainer._publisher._retention._look_again_s = 0.001
+        await trainer.push_weights()
+        async with store.reading(V0):
+            for _ in range(2):
+                await trainer.train_step(GOOD, loss="grpo")
+                await trainer.push_weights()
+            with pytest.raises(ConfigError, match="cannot be had"):
+                await trainer.replace_store(restart)
+        while len(store._pieces) > 2:
+            await asyncio.sleep(0.001)
+        await trainer.train_step(GOOD, loss="grpo")
+        assert (await trainer.push_weights()).version == WeightsVersion(0, 3)
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_new_store_that_fails_leaves_nothing_published(tiny_qwen3: Path, tmp_path: Path) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        await trainer.push_weights()
+        failing = SlowStore()
+        failing.error = WeightsError("lost again")
+        with pytest.raises(WeightsError, match="lost again"):
+            await trainer.replace_store(_restart(trainer, failing))
+        status = await trainer.get_status()
+        assert (status.published, status.held, status.push) == (None, [], None)
+        ref = await trainer.replace_store(_restart(trainer, MemoryWeightStore()))
+        assert (await trainer.get_status()).held == [ref.version] == [WeightsVersion(2, 0)]
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+def test_a_write_that_hangs_ends_the_push_and_not_the_trainer(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        worker = trainer._publisher._ranks._worker  # type: ignore[attr-defined]
+        short = worker._config.model_copy(update={"checkpoint_timeout_s": 0.05})
+        monkeypatch.setattr(worker, "_config", short)
+        store.may_write.clear()
+        for _ in range(2):
+            with pytest.raises(WeightsError, match="did not write its weights within"):
+                await trainer.push_weights()
+        await trainer.train_step(GOOD, loss="grpo")
+        # A new store does not wait for what the old one still writes.
+        ref = await trainer.replace_store(_restart(trainer, MemoryWeightStore()))
+        assert ref.version == WeightsVersion(1, 1)
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
+
+
+@pytest.mark.parametrize("failure", ["hangs", "fails"])
+def test_status_does_not_need_the_store(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        async def num_readers() -> int:
+            if failure == "hangs":
+                await asyncio.Event().wait()
+            raise OSError("too many open files")
+
+        monkeypatch.setattr("forge_trainer.runtime.publish.STATUS_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(store, "num_readers", num_readers)
+        assert (await trainer.get_status()).num_readers == 0
 
     _run(scenario, tiny_qwen3, tmp_path, "copy")
 

@@ -119,6 +119,8 @@ def test_overlaps_are_found_among_slices_and_among_tiles() -> None:
     tiles = [((i, j), (2, 2)) for i in (0, 2) for j in (0, 2)]
     assert not any_overlap(tiles, (4, 4))
     assert any_overlap([*tiles, ((1, 1), (1, 1))], (4, 4))
+    # What is empty between two hides nothing.
+    assert any_overlap([((0,), (4,)), ((2,), (0,)), ((3,), (3,))], (7,))
 
 
 def test_a_flipped_byte_is_caught_with_version_and_tensor() -> None:
