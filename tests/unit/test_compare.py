@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from apps.weights import main as weights_app
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import CheckpointError, ConfigError, TornWeightsError, WeightsError
 from forge_trainer.functional import differences
@@ -298,6 +299,19 @@ def test_what_is_no_checkpoint_is_a_config_error(tmp_path: Path, tiny_qwen3: Pat
         checkpoint_format(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"lacks forge_trainer\.json, so it is incomplete"):
         checkpoint_format(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="checkpoint .*file is not a directory"):
+        checkpoint_format(file)
+
+
+def test_a_model_of_another_kind_is_told_by_the_option_that_gave_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    options = ["--config", "configs/grpo_tiny.yaml", "--checkpoint", str(tmp_path)]
+    assert weights_app.main(["verify", *options]) == 2
+    assert f"--checkpoint {tmp_path}: model.path: is a 'other' model" in capsys.readouterr().err
 
 
 def test_facts_of_a_tensor_do_not_depend_on_its_memory() -> None:
