@@ -255,7 +255,7 @@ class _Keys:
     async def _volume_of(self, piece: PieceAddress) -> Any:
         """Where a piece lies, and so all that its rank wrote.
 
-        The client's own `get` asks for that twice per key, which takes a third of its time.
+        The client's own `get` asks for that twice per key, which is two of its three calls.
         """
         from torchstore.transport import Pipe
 
