@@ -62,8 +62,10 @@ def read_marker(path: Path) -> Marker:
     """
     file = path / MARKER
     if not file.is_file():
-        why = "is not a directory" if path.exists() else "does not exist"
-        why = f"lacks {MARKER}, so it is incomplete" if path.is_dir() else why
+        if path.is_dir():
+            why = f"lacks {MARKER}, so it is incomplete"
+        else:
+            why = "is not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"checkpoint {path} {why}")
     try:
         values = json.loads(file.read_text())

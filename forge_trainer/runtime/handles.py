@@ -31,6 +31,8 @@ from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, Weig
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import CallTicket, Completion, SamplingParams
 
+from .ranks import ask_all
+
 CLOSE_TIMEOUT_S = 20.0
 FILE_CALLS = ("setup", "save", "load", "stage_weights")
 """Calls in which ranks read or write different amounts, and may be that far apart."""
@@ -132,15 +134,11 @@ class MeshRanks:
 
     async def can_reach(self, token: str) -> bool:
         """True if all ranks see that file."""
-        return all(await self._ask_all("can_reach", token))
+        return all(await ask_all(self, "can_reach", token))
 
     async def open_store(self, address: StoreAddress) -> None:
         """Publish through this store from now on."""
-        await self._ask_all("open_store", address)
-
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        asks = (self.ask(rank, method, *args) for rank in range(self.size))
-        return list(await asyncio.gather(*asks))
+        await ask_all(self, "open_store", address)
 
     async def ask(self, rank: int, method: str, *args: Any) -> Any:
         return await _translated(getattr(self._ranks[rank], method).call_one(*args), rank, method)

@@ -38,7 +38,7 @@ class WeightsPublisher:
         self._epoch = 0
         self._writing: asyncio.Task[list[RankPieces]] | None = None
         self._publishing: asyncio.Task[WeightsRef] | None = None
-        self._retention = self._new_retention()
+        self._retention = self._new_retention(setup.store)
         self.published: WeightsVersion | None = None
         """The newest version that exists."""
         self.push: TransferStatus | None = None
@@ -55,14 +55,13 @@ class WeightsPublisher:
 
     async def start(self) -> None:
         """Open an epoch after all that the store holds from earlier trainers."""
-        self._retention = self._new_retention()
         async with self._limit("say what it holds"):
             await self._retention.start()
         epochs = [version.epoch + 1 for version in self.held]
         self._epoch = max([self._epoch, *epochs])
 
-    def _new_retention(self) -> Retention:
-        return Retention(self._store, self._config, self._store_timeout_s)
+    def _new_retention(self, store: WeightStore) -> Retention:
+        return Retention(store, self._config, self._store_timeout_s)
 
     async def replace_store(self, step: int, restart: OpenStore) -> WeightsRef:
         """Publish the weights of `step` through the store that `restart` opens, in a new epoch.
@@ -76,7 +75,7 @@ class WeightsPublisher:
             logger.warning("the store is replaced after a push that failed: %s", error)
         store = await restart()
         await self._retention.close()
-        self._store = store
+        self._store, self._retention = store, self._new_retention(store)
         self.published = self.push = None
         self.open_epoch()
         await self.start()

@@ -57,9 +57,10 @@ class RankCalls(Protocol):
     async def close(self) -> None: ...
 
 
-async def ask_all(ranks: RankCalls, method: str) -> list[Any]:
+async def ask_all(ranks: RankCalls, method: str, *args: Any) -> list[Any]:
     """What every rank answers to a call that needs no order and no collective, by rank."""
-    return list(await asyncio.gather(*(ranks.ask(rank, method) for rank in range(ranks.size))))
+    asks = (ranks.ask(rank, method, *args) for rank in range(ranks.size))
+    return list(await asyncio.gather(*asks))
 
 
 def agreed(method: str, results: Sequence[T]) -> T:

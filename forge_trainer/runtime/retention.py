@@ -25,7 +25,7 @@ class Retention:
         self.held: list[WeightsVersion] = []
         """Versions that exist, oldest first."""
         self._leaving: list[WeightsVersion] = []
-        """Hidden from new readers, and still being read."""
+        """Older ones that are not gone yet, most of them hidden and still being read."""
         self._stuck: set[WeightsVersion] = set()
         """Those that could not be dropped, which is told once."""
         self._one_at_a_time = asyncio.Lock()
