@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forge_trainer.controller.in_process import start_in_process_trainer
     from forge_trainer.errors import (
         CheckpointError,
         ConfigError,
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
     from forge_trainer.pieces import WeightsRef
-    from forge_trainer.runtime.in_process import start_in_process_trainer
-    from forge_trainer.runtime.lifecycle import running_services
+    from forge_trainer.processes.lifecycle import running_services
     from forge_trainer.types import (
         ForwardBackwardResult,
         LossOutput,
@@ -55,8 +55,8 @@ __all__ = [
 
 _ELSEWHERE = {
     "WeightsRef": "forge_trainer.pieces",
-    "running_services": "forge_trainer.runtime.lifecycle",
-    "start_in_process_trainer": "forge_trainer.runtime.in_process",
+    "running_services": "forge_trainer.processes.lifecycle",
+    "start_in_process_trainer": "forge_trainer.controller.in_process",
 }
 
 

@@ -234,7 +234,7 @@ class TensorEntry:
 class Manifest:
     """The whole of one weights version. Written last: a version exists when its manifest does.
 
-    `forge_trainer.functional.manifests` builds and reads it.
+    `forge_trainer.functional.pieces.manifests` builds and reads it.
     """
 
     version: WeightsVersion

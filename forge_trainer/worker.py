@@ -28,7 +28,7 @@ from forge_trainer.errors import (
     ForgeTrainerError,
     WeightsError,
 )
-from forge_trainer.functional.objective import make_loss
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.pieces import RankPieces, StagedPieces, StagedWeights, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus

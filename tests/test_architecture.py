@@ -54,7 +54,7 @@ def _sets_environment(node: ast.AST) -> bool:
 
 def test_only_meshes_sets_environment_variables() -> None:
     setters = {_name(path) for path in SOURCES for node in _nodes(path) if _sets_environment(node)}
-    assert setters == {"forge_trainer/runtime/meshes.py"}
+    assert setters == {"forge_trainer/processes/meshes.py"}
 
 
 def test_only_handles_call_endpoints() -> None:
@@ -69,7 +69,7 @@ def test_only_handles_call_endpoints() -> None:
         and not ast.unparse(node.func.value).endswith(("_ranks", "_batches"))
         and ast.unparse(node.func) != "self.call"
     }
-    assert callers == {"forge_trainer/runtime/handles.py"}
+    assert callers == {"forge_trainer/processes/handles.py"}
 
 
 def test_nothing_prints_but_apps() -> None:

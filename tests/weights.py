@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forge_trainer.functional.manifests import build_manifest, tensors_of
+from forge_trainer.functional.pieces.manifests import build_manifest, tensors_of
 from forge_trainer.pieces import Manifest, WeightPiece, WeightsVersion
 from forge_trainer.protocols import Engine, WeightStore
 

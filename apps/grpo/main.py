@@ -37,14 +37,14 @@ def start(config: GrpoConfig) -> None:
     import tempfile
 
     from forge_trainer.config.load import dump_config
-    from forge_trainer.data.prompts import make_task
-    from forge_trainer.hf import model_directory
-    from forge_trainer.runtime.checks import (
+    from forge_trainer.controller.checks import (
         check_algorithm,
         check_checkpoint_folder,
         check_models,
     )
-    from forge_trainer.runtime.run_folder import CONFIG_FILE, MODEL_FOLDER, prepare_run_folder
+    from forge_trainer.data.prompts import make_task
+    from forge_trainer.hf import model_directory
+    from forge_trainer.run.run_folder import CONFIG_FILE, MODEL_FOLDER, prepare_run_folder
 
     check_algorithm(config.algorithm)
     check_checkpoint_folder(config.trainer)
@@ -62,13 +62,13 @@ def start(config: GrpoConfig) -> None:
 
 async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -> None:
     """Start the processes and run both loops until the steps are done."""
+    from forge_trainer.processes.lifecycle import running_services
     from forge_trainer.replay import Replay
     from forge_trainer.reporting.files import write_facts
-    from forge_trainer.runtime.lifecycle import running_services
-    from forge_trainer.runtime.pipeline import Pipeline
-    from forge_trainer.runtime.rollout import run_rollout
-    from forge_trainer.runtime.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE
-    from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
+    from forge_trainer.run.pipeline import Pipeline
+    from forge_trainer.run.rollout import run_rollout
+    from forge_trainer.run.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE
+    from forge_trainer.run.training import Models, TrainPlan, run_training
     from forge_trainer.tasks import run_with_background
     from forge_trainer.types import SamplingParams
 
@@ -124,7 +124,7 @@ def make_reporter(config: GrpoConfig, folder: Path) -> Reporter:
     from forge_trainer.reporting import Reporter, Sink
     from forge_trainer.reporting.console import ConsoleSink, SummarySink
     from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
-    from forge_trainer.runtime.run_folder import METRICS_FILE, ROLLOUTS_FILE, TENSORBOARD_FOLDER
+    from forge_trainer.run.run_folder import METRICS_FILE, ROLLOUTS_FILE, TENSORBOARD_FOLDER
 
     sinks: list[Sink] = [
         MetricsFile(folder / METRICS_FILE),

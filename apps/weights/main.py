@@ -22,8 +22,8 @@ from forge_trainer.config.trainer import ProfilingConfig
 from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forge_trainer.runtime.compare import Comparison
-    from forge_trainer.runtime.weight_sources import HeldWeights
+    from forge_trainer.run.compare import Comparison
+    from forge_trainer.run.weight_sources import HeldWeights
 
 MODULE = "apps.weights.main"
 USAGE = f"python -m {MODULE} verify --config FILE [--checkpoint PATH] [--section.key VALUE ...]"
@@ -65,8 +65,8 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
     """
     import tempfile
 
-    from forge_trainer.runtime.checks import check_models
-    from forge_trainer.runtime.weight_sources import checkpoint_format
+    from forge_trainer.controller.checks import check_models
+    from forge_trainer.run.weight_sources import checkpoint_format
 
     kind = None if checkpoint is None else checkpoint_format(checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
@@ -88,7 +88,7 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
 def find_model(config: GrpoConfig, scratch: Path) -> Path:
     """The directory of the run's model; a tiny one is the run folder's, or made in `scratch`."""
     from forge_trainer.hf import model_directory
-    from forge_trainer.runtime.run_folder import MODEL_FOLDER
+    from forge_trainer.run.run_folder import MODEL_FOLDER
 
     of_run = Path(config.run.folder) / MODEL_FOLDER
     if config.model.tiny is not None and of_run.is_dir():
@@ -100,9 +100,9 @@ def find_model(config: GrpoConfig, scratch: Path) -> Path:
 
 async def compare(config: GrpoConfig, model_dir: Path, checkpoint: Path | None) -> list[Comparison]:
     """Published weights against the generator's, and against those on disk."""
-    from forge_trainer.runtime.compare import compare_weights
-    from forge_trainer.runtime.lifecycle import running_services
-    from forge_trainer.runtime.weight_sources import GeneratorWeights, PublishedWeights
+    from forge_trainer.processes.lifecycle import running_services
+    from forge_trainer.run.compare import compare_weights
+    from forge_trainer.run.weight_sources import GeneratorWeights, PublishedWeights
     from forge_trainer.weights.stores import open_store
 
     on_disk = await read_weights_on_disk(config, model_dir, checkpoint)
@@ -136,7 +136,7 @@ async def read_weights_on_disk(
 ) -> HeldWeights:
     import torch
 
-    from forge_trainer.runtime.weight_sources import HeldWeights, read_checkpoint
+    from forge_trainer.run.weight_sources import HeldWeights, read_checkpoint
 
     source = model_dir if checkpoint is None else checkpoint
     label = "model" if checkpoint is None else "checkpoint"
@@ -158,7 +158,7 @@ def report(comparisons: Sequence[Comparison]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from forge_trainer.runtime.compare import FIRST
+    from forge_trainer.run.compare import FIRST
 
     if not any(comparison.differences for comparison in comparisons):
         print(f"all {comparisons[0].num_tensors} tensors are equal")

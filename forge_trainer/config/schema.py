@@ -1,6 +1,6 @@
 """What can be configured. Unknown keys are errors; ranges sit on fields, relations in validators.
 
-Relations that need the model's own `config.json` are checked by `forge_trainer.runtime.checks`.
+Relations that need the model's own `config.json` are checked by `forge_trainer.controller.checks`.
 """
 
 from __future__ import annotations

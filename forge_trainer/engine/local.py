@@ -21,6 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
+from forge_trainer.engine.checkpoint.export import HfWriter
+from forge_trainer.engine.checkpoint.random_state import seed_everything
+from forge_trainer.engine.checkpoint.together import RankGroup
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.hf import (
     load_causal_lm,
@@ -43,14 +47,10 @@ from forge_trainer.types import (
     World,
 )
 
-from .checkpoint import Checkpointer
 from .documents import DocumentPass
-from .export import HfWriter
 from .loss_call import LossCalls
-from .random_state import seed_everything
 from .residence import Residence
 from .steps import forward_all, forward_backward_all
-from .together import RankGroup
 from .update import Updater
 
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge_trainer.functional.objective import Objective, needs_entropy
-from forge_trainer.functional.tokens import logprob_gap
+from forge_trainer.engine.checkpoint.random_state import random_state, set_random_state
+from forge_trainer.functional.losses.objective import Objective, needs_entropy
+from forge_trainer.functional.losses.tokens import logprob_gap
 from forge_trainer.metrics import Mean, Metric, Metrics, as_floats, merge_metrics
 from forge_trainer.types import EngineForwardBackward, LossFn, LossOutput, TrainBatch
 
-from .random_state import random_state, set_random_state
 from .update import Counts, count_targets
 
 

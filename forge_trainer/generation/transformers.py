@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from forge_trainer.config.schema import GeneratorConfig
 from forge_trainer.errors import DataError, TornWeightsError, WeightsError
-from forge_trainer.functional.manifests import describe_tensor, num_bytes_of
+from forge_trainer.functional.pieces.manifests import describe_tensor, num_bytes_of
 from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device, unique_tensors
 from forge_trainer.pieces import TensorFacts, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.protocols import WeightStore

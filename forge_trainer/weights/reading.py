@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge_trainer.errors import TornWeightsError, WeightsError
-from forge_trainer.functional.manifests import (
+from forge_trainer.functional.pieces.manifests import (
     check_fits,
     require_checksums,
     tensors_of,
     ties_of,
 )
-from forge_trainer.functional.rectangles import overlap, rectangle_offsets
+from forge_trainer.functional.pieces.rectangles import overlap, rectangle_offsets
 from forge_trainer.pieces import Manifest, PieceAddress, TensorEntry, dtype_name
 from forge_trainer.tasks import to_the_end
 

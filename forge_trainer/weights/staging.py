@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import piece_checksum
+from forge_trainer.functional.pieces.manifests import piece_checksum
 from forge_trainer.pieces import Layout, PieceRecord, StagedPieces, Verify, WeightPiece
 
 

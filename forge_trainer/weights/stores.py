@@ -16,11 +16,11 @@ def open_store(address: StoreAddress, config: WeightsConfig) -> WeightStore:
         WeightsError: it is gone.
     """
     if address.transport == "shared_memory":
-        from .shared_memory import SharedMemoryWeightStore
+        from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 
         return SharedMemoryWeightStore(Path(address.location), config.verify)
     if address.transport == "torchstore":
-        from .torchstore import TorchStoreWeightStore
+        from forge_trainer.weights.torchstore.store import TorchStoreWeightStore
 
         return TorchStoreWeightStore(
             address.location, config.verify, lease_timeout_s=config.lease_timeout_s

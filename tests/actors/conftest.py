@@ -13,10 +13,10 @@ import pytest
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.controller.trainer import TrainerHandle
+from forge_trainer.processes.handles import GeneratorHandle
+from forge_trainer.processes.lifecycle import Services, running_services
 from forge_trainer.protocols import WeightStore
-from forge_trainer.runtime.handles import GeneratorHandle
-from forge_trainer.runtime.lifecycle import Services, running_services
-from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.weights.stores import open_store
 from tests.processes import descendants, shared_memory, wait_until_gone
 

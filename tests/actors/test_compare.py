@@ -9,8 +9,8 @@ import torch
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.pieces import WeightsRef
-from forge_trainer.runtime.compare import Comparison, WeightSource, compare_weights
-from forge_trainer.runtime.weight_sources import (
+from forge_trainer.run.compare import Comparison, WeightSource, compare_weights
+from forge_trainer.run.weight_sources import (
     GeneratorWeights,
     HeldWeights,
     PublishedWeights,

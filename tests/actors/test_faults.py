@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import ConfigError, WorkerLostError
-from forge_trainer.runtime.lifecycle import running_services
+from forge_trainer.processes.lifecycle import running_services
 from tests.actors.conftest import GENERATOR, TRAINER, running_cluster
 from tests.actors.test_mesh import slow_loss
 from tests.data import random_sequences

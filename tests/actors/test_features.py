@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.engine.titan.engine import TitanEngine
-from forge_trainer.functional.objective import make_loss
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
-from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.types import LossOutput, TrainBatch, World
 from tests.actors.conftest import TRAINER
 from tests.data import random_sequences

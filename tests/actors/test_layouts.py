@@ -26,7 +26,7 @@ from forge_trainer.config.trainer import (
     TrainerConfig,
 )
 from forge_trainer.engine.local import LocalEngine
-from forge_trainer.functional.objective import LOSSES, make_loss
+from forge_trainer.functional.losses.objective import LOSSES, make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import create_tiny_model, load_causal_lm, load_weights
 from forge_trainer.types import EngineForwardBackward, Normalize, SaveRequest, TrainSequence, World

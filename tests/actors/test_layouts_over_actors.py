@@ -11,7 +11,7 @@ import torch
 from forge_trainer.config.trainer import ParallelConfig
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.errors import EngineError
-from forge_trainer.functional.objective import make_loss
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.types import LossOutput, SamplingParams, TrainBatch, TrainSequence
 from tests.actors.conftest import TRAINER, Cluster, running_cluster

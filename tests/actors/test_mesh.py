@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.errors import CheckpointError, DataError, EngineError, WeightsError
-from forge_trainer.functional.objective import make_loss
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import load_causal_lm
 from forge_trainer.metrics import Max, Mean
 from forge_trainer.pieces import WeightsVersion
-from forge_trainer.runtime.handles import MeshRanks
-from forge_trainer.runtime.weight_sync import sync_weights
+from forge_trainer.processes.handles import MeshRanks
+from forge_trainer.run.weight_sync import sync_weights
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
 from tests.actors.conftest import TRAINER, Cluster
 from tests.data import random_sequences

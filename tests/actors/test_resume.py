@@ -73,7 +73,7 @@ def _step(engine: Any, seed: int) -> dict[str, float]:
 
 
 def _forward_backward(engine: Any, batches: list[TrainBatch], loss: Any) -> None:
-    from forge_trainer.functional.objective import make_loss
+    from forge_trainer.functional.losses.objective import make_loss
 
     engine.forward_backward(batches, make_loss(loss))
 
@@ -177,7 +177,7 @@ def _save_with_failing(
             "torch.distributed.checkpoint.FileSystemWriter.write_data",
             OSError(28, "No space left on device"),
         ),
-        ("forge_trainer.engine.staging.Staging.copy", MemoryError("no room for a copy")),
+        ("forge_trainer.engine.checkpoint.staging.Staging.copy", MemoryError("no room for a copy")),
     ],
     ids=["disk", "memory"],
 )

@@ -20,16 +20,16 @@ import pytest
 import torch
 
 from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.controller.ranks import TrainerSetup
+from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import WeightsError, WorkerLostError
 from forge_trainer.pieces import StoreAddress, WeightPiece, WeightsVersion
+from forge_trainer.processes.handles import MeshRanks
+from forge_trainer.processes.lifecycle import _spawn_ranks
+from forge_trainer.processes.meshes import prepare_controller, running_mesh, start_store, stop_store
+from forge_trainer.processes.store import RunStore
 from forge_trainer.protocols import WeightStore
-from forge_trainer.runtime.handles import MeshRanks
-from forge_trainer.runtime.lifecycle import _spawn_ranks
-from forge_trainer.runtime.meshes import prepare_controller, running_mesh, start_store, stop_store
-from forge_trainer.runtime.ranks import TrainerSetup
-from forge_trainer.runtime.store import RunStore
-from forge_trainer.runtime.trainer import TrainerHandle
-from forge_trainer.weights.shared_folder import shared_folder
+from forge_trainer.weights.shared_memory.folder import shared_folder
 from forge_trainer.weights.stores import open_store
 from tests.actors.conftest import TRAINER, running_cluster
 from tests.actors.readers import SHAPES, Reader
@@ -267,8 +267,8 @@ PUBLISHER = """
 import asyncio, sys
 from pathlib import Path
 from forge_trainer.errors import WeightsError
-from forge_trainer.weights.shared_folder import shared_folder
-from forge_trainer.weights.shared_memory import SharedMemoryWeightStore
+from forge_trainer.weights.shared_memory.folder import shared_folder
+from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 from tests.weights import V0, V1, model, pieces_of, publish, read_all
 import torch
 

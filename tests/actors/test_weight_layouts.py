@@ -14,12 +14,17 @@ from torch import Tensor
 from forge_trainer.config.schema import TinyModelConfig
 from forge_trainer.config.trainer import PackingConfig, ParallelConfig, TrainerConfig
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import build_manifest, num_bytes_of, tensors_of, ties_of
+from forge_trainer.functional.pieces.manifests import (
+    build_manifest,
+    num_bytes_of,
+    tensors_of,
+    ties_of,
+)
 from forge_trainer.hf import create_tiny_model, load_weights
 from forge_trainer.pieces import WeightPiece
 from forge_trainer.types import World
-from forge_trainer.weights.shared_folder import shared_folder
-from forge_trainer.weights.shared_memory import SharedMemoryWeightStore
+from forge_trainer.weights.shared_memory.folder import shared_folder
+from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 from tests.ranks import RankPool
 from tests.weights import V0, publish, read_all
 

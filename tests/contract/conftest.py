@@ -15,10 +15,10 @@ from torch import Tensor
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.pieces import WeightsRef
+from forge_trainer.processes.lifecycle import running_services
 from forge_trainer.protocols import Trainer, WeightStore
-from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.lifecycle import running_services
 from forge_trainer.weights.memory import MemoryWeightStore
 from forge_trainer.weights.stores import open_store
 from tests.weights import read_all

@@ -14,16 +14,16 @@ import torch
 
 from forge_trainer.config.schema import WeightsConfig
 from forge_trainer.errors import AlreadyPublishedError, WeightsError
-from forge_trainer.functional.manifests import build_manifest, tensors_of
+from forge_trainer.functional.pieces.manifests import build_manifest, tensors_of
 from forge_trainer.pieces import Manifest, StoreAddress, Verify, WeightPiece, WeightsVersion
+from forge_trainer.processes.meshes import prepare_controller, running_mesh, start_store, stop_store
 from forge_trainer.protocols import WeightStore
-from forge_trainer.runtime.meshes import prepare_controller, running_mesh, start_store, stop_store
 from forge_trainer.weights.memory import MemoryWeightStore
-from forge_trainer.weights.shared_folder import shared_folder
-from forge_trainer.weights.shared_memory import SharedMemoryWeightStore
+from forge_trainer.weights.shared_memory.folder import shared_folder
+from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 from forge_trainer.weights.staging import PieceCopier
 from forge_trainer.weights.stores import open_store
-from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from forge_trainer.weights.torchstore.store import TorchStoreWeightStore
 from tests.weights import V0, V1, V2, model, pieces_of, publish, read_all
 
 RANKS = 2

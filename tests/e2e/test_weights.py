@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_trainer.config.trainer import OptimizerConfig, TrainerConfig
-from forge_trainer.runtime.in_process import start_in_process_trainer
+from forge_trainer.controller.in_process import start_in_process_trainer
 from tests.data import random_sequences
 from tests.e2e.apps import TINY, RunningApp, run_app
 from tests.engines import FaultyEngine

@@ -18,17 +18,17 @@ from forge_trainer.config.trainer import (
     ProfilingConfig,
     TrainerConfig,
 )
+from forge_trainer.controller.batches import GPU_FLEX_BLOCK
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.engine.profiling import StepProfiler
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.errors import EngineError
-from forge_trainer.functional.manifests import build_manifest
-from forge_trainer.functional.objective import make_loss
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
-from forge_trainer.runtime.batches import GPU_FLEX_BLOCK
+from forge_trainer.functional.pieces.manifests import build_manifest
 from forge_trainer.types import SaveRequest
-from forge_trainer.weights.shared_folder import shared_folder
-from forge_trainer.weights.shared_memory import SharedMemoryWeightStore
+from forge_trainer.weights.shared_memory.folder import shared_folder
+from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 from tests.data import random_sequences
 from tests.weights import V0, published_by
 

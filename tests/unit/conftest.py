@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
 from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.controller.in_process import start_in_process_trainer
+from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.generation.transformers import TransformersGenerator
-from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.weights.memory import MemoryWeightStore
 from tests.data import random_sequences
 

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 
 from forge_trainer.config.schema import GeneratorConfig
 from forge_trainer.config.trainer import ProfilingConfig, TrainerConfig
-from forge_trainer.engine.checkpoint_files import read_marker, verify_files
+from forge_trainer.controller.checks import check_generator, check_trainer
+from forge_trainer.controller.in_process import start_in_process_trainer
+from forge_trainer.engine.checkpoint.files import read_marker, verify_files
 from forge_trainer.errors import CheckpointError
 from forge_trainer.hf import load_causal_lm
-from forge_trainer.runtime.checks import check_generator, check_trainer
-from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.types import LossOutput, TrainBatch
 from tests.unit.conftest import CONFIG, GOOD, Bench
 

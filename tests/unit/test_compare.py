@@ -13,15 +13,15 @@ from torch import Tensor
 
 from apps.weights import main as weights_app
 from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.errors import CheckpointError, ConfigError, TornWeightsError, WeightsError
-from forge_trainer.functional import differences
-from forge_trainer.functional.differences import ValueDifference, difference
-from forge_trainer.functional.manifests import checksum, describe_tensor
+from forge_trainer.functional.pieces import differences
+from forge_trainer.functional.pieces.differences import ValueDifference, difference
+from forge_trainer.functional.pieces.manifests import checksum, describe_tensor
 from forge_trainer.pieces import TensorFacts
 from forge_trainer.protocols import WeightsReading
-from forge_trainer.runtime.compare import Comparison, compare_weights
-from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.weight_sources import (
+from forge_trainer.run.compare import Comparison, compare_weights
+from forge_trainer.run.weight_sources import (
     GeneratorWeights,
     HeldWeights,
     PublishedWeights,

@@ -12,15 +12,15 @@ from apps.grpo.main import main
 from forge_trainer.config.load import dump_config, load_config
 from forge_trainer.config.schema import AlgorithmConfig, GrpoConfig
 from forge_trainer.config.trainer import ProfilingConfig, TrainerConfig
-from forge_trainer.errors import ConfigError
-from forge_trainer.hf import find_model_dir, read_model_facts
-from forge_trainer.runtime.checks import (
+from forge_trainer.controller.checks import (
     check_algorithm,
     check_generator_fits_model,
     check_tokenizer_fits_model,
     check_trainer,
     check_trainer_fits_model,
 )
+from forge_trainer.errors import ConfigError
+from forge_trainer.hf import find_model_dir, read_model_facts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

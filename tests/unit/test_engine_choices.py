@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.engine.residence import Residence
 from forge_trainer.errors import EngineError
-from forge_trainer.runtime.in_process import start_in_process_trainer
 from tests.unit.conftest import CONFIG, GOOD, Bench
 
 

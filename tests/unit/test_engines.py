@@ -25,7 +25,7 @@ from forge_trainer.engine.titan.attention import dense_document_mask
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.engine.update import Counts, Updater
 from forge_trainer.errors import ConfigError, DataError, EngineError, NonFiniteError
-from forge_trainer.functional.objective import make_loss
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.hf import load_causal_lm, load_weights

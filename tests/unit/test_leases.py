@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_trainer.weights import shared_folder
 from forge_trainer.weights.keys import lease_key
-from forge_trainer.weights.leases import LeaseWatch
-from forge_trainer.weights.shared_folder import LOCK, clean_orphans, hold
-from forge_trainer.weights.shared_folder import shared_folder as new_folder
+from forge_trainer.weights.shared_memory import folder as shared_folder
+from forge_trainer.weights.shared_memory.folder import LOCK, clean_orphans, hold
+from forge_trainer.weights.shared_memory.folder import shared_folder as new_folder
+from forge_trainer.weights.torchstore.leases import LeaseWatch
 from tests.weights import V0, V1
 
 

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.kl import KL_ESTIMATORS
-from forge_trainer.functional.objective import LOSSES, make_loss, needs_entropy, required_fields
-from forge_trainer.functional.tokens import logprob_gap
+from forge_trainer.functional.losses.kl import KL_ESTIMATORS
+from forge_trainer.functional.losses.objective import (
+    LOSSES,
+    make_loss,
+    needs_entropy,
+    required_fields,
+)
+from forge_trainer.functional.losses.tokens import logprob_gap
 from forge_trainer.types import LossOutput, TrainBatch
 
 

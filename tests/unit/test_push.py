@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.controller.checks import check_dtypes
+from forge_trainer.controller.in_process import start_in_process_trainer
+from forge_trainer.controller.ranks import OpenStore
+from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import ConfigError, EngineError, WeightsError
 from forge_trainer.pieces import Manifest, RankPieces, StagedPieces, WeightsVersion
 from forge_trainer.protocols import WeightStore
-from forge_trainer.runtime.checks import check_dtypes
-from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.ranks import OpenStore
-from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.types import OptimParams
 from forge_trainer.weights.memory import MemoryWeightStore
 from tests.unit.conftest import CONFIG, GOOD
@@ -442,7 +442,7 @@ def test_status_does_not_need_the_store(
                 await asyncio.Event().wait()
             raise OSError("too many open files")
 
-        monkeypatch.setattr("forge_trainer.runtime.publish.STATUS_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("forge_trainer.controller.publishing.STATUS_TIMEOUT_S", 0.01)
         monkeypatch.setattr(store, "num_readers", num_readers)
         assert (await trainer.get_status()).num_readers == 0
 

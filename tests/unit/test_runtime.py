@@ -17,7 +17,7 @@ from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
 from forge_trainer.reporting.console import SummarySink
 from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
-from forge_trainer.runtime.pipeline import Pipeline
+from forge_trainer.run.pipeline import Pipeline
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import Episode
 from tests.unit.test_small_functions import episode

@@ -16,8 +16,8 @@ from forge_trainer.metrics import Last, Mean, Metric
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
-from forge_trainer.runtime.pipeline import Pipeline
-from forge_trainer.runtime.train_loop import Models, TrainPlan, run_training
+from forge_trainer.run.pipeline import Pipeline
+from forge_trainer.run.training import Models, TrainPlan, run_training
 from forge_trainer.status import TrainerStatus
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import (

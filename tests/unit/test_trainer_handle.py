@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from forge_trainer.config.schema import GeneratorConfig
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.errors import (
     ConfigError,
     DataError,
@@ -26,11 +27,10 @@ from forge_trainer.errors import (
     NonFiniteError,
     WeightsError,
 )
-from forge_trainer.functional.tokens import document_means
+from forge_trainer.functional.losses.tokens import document_means
 from forge_trainer.generation.transformers import TransformersGenerator
 from forge_trainer.metrics import Mean
 from forge_trainer.pieces import WeightsRef, WeightsVersion
-from forge_trainer.runtime.in_process import start_in_process_trainer
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
 from forge_trainer.weights.reading import VersionReading
 from tests.data import random_sequences

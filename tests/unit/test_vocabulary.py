@@ -10,11 +10,11 @@ import torch
 
 import forge_trainer
 from forge_trainer import errors
+from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import ForgeTrainerError, WorkerLostError
 from forge_trainer.metrics import Last, Max, Mean, Sum, as_floats, merge_metrics, metric_values
+from forge_trainer.processes.handles import GeneratorHandle
 from forge_trainer.protocols import Generator, Trainer
-from forge_trainer.runtime.handles import GeneratorHandle
-from forge_trainer.runtime.trainer import TrainerHandle
 
 
 def test_every_error_survives_pickling() -> None:

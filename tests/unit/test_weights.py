@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.manifests import (
+from forge_trainer.functional.pieces.manifests import (
     build_manifest,
     check_fits,
     checksum,
@@ -20,7 +20,7 @@ from forge_trainer.functional.manifests import (
     tensors_of,
     ties_of,
 )
-from forge_trainer.functional.rectangles import any_overlap, overlap
+from forge_trainer.functional.pieces.rectangles import any_overlap, overlap
 from forge_trainer.pieces import Layout, Manifest, PieceRecord, RankPieces, Verify, WeightsVersion
 from forge_trainer.weights.keys import lease_key, manifest_key, pieces_prefix, version_of
 

@@ -13,10 +13,10 @@ import torch
 from apps.bench.measure import Measure, Row, interleaved, ratios
 from forge_trainer.config.schema import GeneratorConfig, TinyModelConfig, WeightsConfig
 from forge_trainer.config.trainer import PackingConfig, TrainerConfig
+from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.hf import create_tiny_model
+from forge_trainer.processes.lifecycle import running_services
 from forge_trainer.protocols import Trainer
-from forge_trainer.runtime.in_process import start_in_process_trainer
-from forge_trainer.runtime.lifecycle import running_services
 from forge_trainer.types import TrainSequence
 
 ROUNDS = 15

@@ -24,15 +24,15 @@ from apps.bench.measure import Measure, Row, Spread, interleaved, ratios
 from apps.bench.sharded import SETS_FILE
 from forge_trainer.config.schema import GeneratorConfig, TinyModelConfig, WeightsConfig
 from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.functional.manifests import build_manifest
+from forge_trainer.controller.trainer import TrainerHandle
+from forge_trainer.functional.pieces.manifests import build_manifest
 from forge_trainer.hf import create_tiny_model
 from forge_trainer.pieces import WeightPiece, WeightsRef, WeightsVersion
+from forge_trainer.processes.lifecycle import running_services
 from forge_trainer.protocols import WeightStore
-from forge_trainer.runtime.lifecycle import running_services
-from forge_trainer.runtime.trainer import TrainerHandle
 from forge_trainer.types import OptimParams, TrainSequence
 from forge_trainer.weights.stores import open_store
-from forge_trainer.weights.torchstore import TorchStoreWeightStore
+from forge_trainer.weights.torchstore.store import TorchStoreWeightStore
 
 ROUNDS = 9
 SETTLE = 3

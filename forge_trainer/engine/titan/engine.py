@@ -15,6 +15,10 @@ import torch
 from torchtitan.distributed import ParallelDims
 
 from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
+from forge_trainer.engine.checkpoint.export import HfWriter
+from forge_trainer.engine.checkpoint.random_state import seed_everything
+from forge_trainer.engine.checkpoint.together import RankGroup
 from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
 from forge_trainer.pieces import WeightPiece
 from forge_trainer.status import EngineFacts
@@ -31,13 +35,9 @@ from forge_trainer.types import (
     World,
 )
 
-from ..checkpoint import Checkpointer
-from ..export import HfWriter
 from ..loss_call import LossCalls
-from ..random_state import seed_everything
 from ..residence import Residence
 from ..steps import ModelPass, forward_all, forward_backward_all
-from ..together import RankGroup
 from ..update import Updater
 from .attention import inner_attention_config
 from .collectives import Collectives

@@ -11,7 +11,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from forge_trainer.functional.rectangles import rectangle_offsets
+from forge_trainer.functional.pieces.rectangles import rectangle_offsets
 from forge_trainer.pieces import WeightPiece
 
 TIED = {"model.embed_tokens.weight": ("lm_head.weight",)}

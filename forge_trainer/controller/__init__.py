@@ -1,0 +1,1 @@
+"""What a call does on the controller: a trainer's handle, ranks, batches, publishing."""

@@ -1,0 +1,160 @@
+"""Dealing sequences to ranks: validated and packed on the way in, one answer per rank row out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.controller.ranks import RankCalls
+from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
+from forge_trainer.functional.losses.objective import make_loss, required_fields
+from forge_trainer.functional.packing import (
+    PackedCall,
+    PackingPlan,
+    pack_sequences,
+    unpack_values,
+)
+from forge_trainer.functional.validation import validate_sequences
+from forge_trainer.metrics import Sum, merge_metrics
+from forge_trainer.status import EngineFacts
+from forge_trainer.types import (
+    EngineForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    LossFn,
+    MicrobatchOutput,
+    TrainSequence,
+)
+
+GPU_FLEX_BLOCK = 128
+"""Flex attention on a GPU wants row lengths in multiples of its block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A forward_backward call that has passed every check."""
+
+    packed: PackedCall
+    loss: str | LossFn
+    loss_config: Mapping[str, Any] | None
+    return_logprobs: bool
+
+
+class BatchDealer:
+    """Knows which rank gets which microbatches, and whose answers count."""
+
+    def __init__(
+        self, ranks: RankCalls, facts: Sequence[EngineFacts], trainer: TrainerConfig
+    ) -> None:
+        self._ranks = ranks
+        self._facts = facts
+        on_gpu = facts[0].device.startswith("cuda")
+        self._plan = PackingPlan(
+            max_row_tokens=trainer.packing.max_row_tokens,
+            rows_per_microbatch=trainer.packing.rows_per_microbatch,
+            pack=trainer.packing.enabled,
+            pad_multiple=math.lcm(GPU_FLEX_BLOCK if on_gpu else 1, trainer.parallel.tensor),
+            row_multiple=trainer.parallel.num_pipeline_microbatches,
+        )
+
+    def pack(self, sequences: Sequence[TrainSequence], required: Sequence[str] = ()) -> PackedCall:
+        """Microbatches for every data-parallel rank.
+
+        Raises:
+            DataError: see `validate_sequences`.
+        """
+        facts = self._facts[0]
+        validate_sequences(
+            sequences,
+            vocab_size=facts.vocab_size,
+            max_sequence_tokens=facts.max_sequence_tokens,
+            required_fields=required,
+        )
+        return pack_sequences(sequences, dp_size=facts.dp_size, plan=self._plan)
+
+    def prepare(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: str | LossFn,
+        loss_config: Mapping[str, Any] | None,
+        *,
+        return_logprobs: bool,
+    ) -> PreparedCall:
+        """Everything about a forward_backward that can be refused before anything is sent.
+
+        Raises:
+            ConfigError: unknown loss or option. DataError: see `validate_sequences`.
+        """
+        make_loss(loss, loss_config)
+        packed = self.pack(sequences, required_fields(loss, loss_config))
+        return PreparedCall(packed, loss, loss_config, return_logprobs)
+
+    async def forward(self, packed: PackedCall, with_entropy: bool) -> ForwardResult:
+        """Log-probs of all sequences, from all ranks."""
+        outputs = await self._call("forward", packed, with_entropy)
+        return merge_outputs(packed, outputs, with_entropy=with_entropy)
+
+    async def forward_backward(self, call: PreparedCall) -> ForwardBackwardResult:
+        """Let all ranks add their gradients; after an error, none of them keeps any.
+
+        Raises:
+            EngineError: also for metrics of different ranks that do not merge.
+        """
+        try:
+            shares = await self._call(
+                "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
+            )
+            return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+        except (WorkerLostError, DataError):
+            # Lost, or not sent to any rank.
+            raise
+        except Exception as error:
+            await self._ranks.call("clear_gradients", [()] * self._ranks.size)
+            if isinstance(error, ForgeTrainerError):
+                raise
+            raise EngineError(
+                f"{type(error).__name__}: {error}", phase="forward_backward"
+            ) from error
+
+    async def _call(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
+        """Give every rank the microbatches of its data-parallel rank; see `one_per_dp_rank`."""
+        own = [(packed.batches[fact.dp_rank], *args) for fact in self._facts]
+        return self.one_per_dp_rank(await self._ranks.call(method, own))
+
+    def one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
+        """Of the ranks that saw the same tokens, the first one where the model ends counts."""
+        ends = [(i, fact) for i, fact in enumerate(self._facts) if fact.has_outputs]
+        first = {fact.dp_rank: i for i, fact in reversed(ends)}
+        return [by_rank[first[dp_rank]] for dp_rank in range(self._facts[0].dp_size)]
+
+
+def merge_outputs(
+    packed: PackedCall, outputs: Sequence[Sequence[MicrobatchOutput]], *, with_entropy: bool
+) -> ForwardResult:
+    """One list of values per sequence, in the order in which the sequences were given."""
+    logprobs = [[o.logprobs_BT for o in own] for own in outputs]
+    entropies = [[o.entropies_BT for o in own if o.entropies_BT is not None] for own in outputs]
+    return ForwardResult(
+        logprobs=unpack_values(packed.placements, logprobs),
+        entropies=unpack_values(packed.placements, entropies) if with_entropy else None,
+    )
+
+
+def merge_shares(
+    packed: PackedCall, shares: Sequence[EngineForwardBackward], *, return_logprobs: bool
+) -> ForwardBackwardResult:
+    """What all data-parallel ranks together have done."""
+    metrics = merge_metrics(share.metrics for share in shares)
+    metrics["loss/sum"] = Sum(sum(share.loss_sum for share in shares))
+    logprobs = None
+    if return_logprobs:
+        logprobs = unpack_values(packed.placements, [share.logprobs_BT for share in shares])
+    return ForwardBackwardResult(
+        metrics=metrics,
+        num_target_tokens=sum(share.num_target_tokens for share in shares),
+        num_sequences=sum(share.num_sequences for share in shares),
+        logprobs=logprobs,
+    )

@@ -1,0 +1,171 @@
+"""Everything that can be known to fail before a process starts, as one ConfigError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from forge_trainer.config.schema import (
+    AlgorithmConfig,
+    GeneratorConfig,
+    WeightsConfig,
+)
+from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.engine import ENGINES, find_engine
+from forge_trainer.engine.profiling import require_memory_snapshots
+from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
+from forge_trainer.errors import ConfigError
+from forge_trainer.functional.losses.objective import make_loss
+from forge_trainer.hf import (
+    ModelFacts,
+    largest_token_id,
+    read_hf_config,
+    read_model_facts,
+    resolve_device,
+)
+
+
+def check_models(
+    path: Path,
+    trainers: Iterable[TrainerConfig],
+    generator: GeneratorConfig,
+    weights: WeightsConfig,
+) -> None:
+    """Trainer, reference and generator must fit the model and each other.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    for trainer in trainers:
+        check_trainer(path, trainer)
+    check_generator(path, generator)
+    check_dtypes(weights, generator)
+
+
+def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
+    """The model's facts, once the trainer is known to be able to train it.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    device = resolve_device(trainer.device)
+    require_memory_snapshots(trainer.profiling, device.type)
+    require_float8(trainer.float8, device)
+    if trainer.engine not in ENGINES:
+        find_engine(trainer.engine)
+    if trainer.engine == "titan":
+        refuse_unsupported(read_hf_config(path))
+    facts = read_model_facts(path)
+    check_trainer_fits_model(trainer, facts)
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {path} has no *.safetensors file to load weights from")
+    return facts
+
+
+def check_generator(path: Path, generator: GeneratorConfig) -> None:
+    """The generator and the tokenizer must fit the model.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    resolve_device(generator.device)
+    facts = read_model_facts(path)
+    check_generator_fits_model(generator, facts)
+    check_tokenizer_fits_model(path, facts)
+
+
+def check_dtypes(weights: WeightsConfig, generator: GeneratorConfig) -> None:
+    """A generator loads weights in place, so it must run in what they are published in.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if generator.dtype not in (None, weights.dtype):
+        raise ConfigError(
+            f"generator.dtype: {generator.dtype}, but weights.dtype is {weights.dtype}, and "
+            "weights are loaded as they are published; make them equal or leave the first out"
+        )
+
+
+def check_checkpoint_folder(trainer: TrainerConfig) -> None:
+    """A folder of checkpoints outside the run folder must not hold another run's.
+
+    Raises:
+        ConfigError: it does, so that saving would fail in mid-run.
+    """
+    folder = trainer.checkpoint_folder
+    if trainer.checkpoint_interval and folder and any(Path(folder).glob("step-*")):
+        raise ConfigError(
+            f"trainer.checkpoint_folder: {folder} holds checkpoints already; choose another folder"
+        )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """The loss must know its options, and get all it needs from rollouts.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    try:
+        make_loss(algorithm.loss, algorithm.loss_options)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.loss_options: {error}") from error
+
+
+def check_trainer_fits_model(trainer: TrainerConfig, facts: ModelFacts) -> None:
+    """Relations between the trainer's config and the model's.
+
+    Raises:
+        ConfigError: with the key, what was given and what is allowed.
+    """
+    tensor = trainer.parallel.tensor
+    for name, heads in (("attention", facts.num_heads), ("key-value", facts.num_kv_heads)):
+        if heads % tensor:
+            raise ConfigError(
+                f"trainer.parallel.tensor: {tensor} does not divide the model's {heads} "
+                f"{name} heads"
+            )
+    stages = trainer.parallel.pipeline
+    if stages > facts.num_layers:
+        raise ConfigError(
+            f"trainer.parallel.pipeline: {stages} stages for the model's {facts.num_layers} layers"
+        )
+    if stages > 1 and facts.tie_embeddings:
+        raise ConfigError(
+            f"trainer.parallel.pipeline: {stages}, but the model ties its embeddings "
+            "(tie_word_embeddings), which would lie on two stages; TorchTitan cannot do that"
+        )
+    longest = trainer.max_sequence_tokens
+    if longest is not None and longest > facts.max_sequence_tokens:
+        raise ConfigError(
+            f"trainer.max_sequence_tokens: {longest} exceeds the model's "
+            f"max_position_embeddings={facts.max_sequence_tokens}"
+        )
+
+
+def check_generator_fits_model(generator: GeneratorConfig, facts: ModelFacts) -> None:
+    """A prompt and its completion must fit into the model.
+
+    Raises:
+        ConfigError: with the keys, what was given and what is allowed.
+    """
+    wanted = generator.max_prompt_tokens + generator.max_completion_tokens
+    if wanted > facts.max_sequence_tokens:
+        raise ConfigError(
+            f"generator.max_prompt_tokens + generator.max_completion_tokens: {wanted} exceed the "
+            f"model's max_position_embeddings={facts.max_sequence_tokens}"
+        )
+
+
+def check_tokenizer_fits_model(path: Path, facts: ModelFacts) -> None:
+    """Every token of the tokenizer must have an embedding.
+
+    Raises:
+        ConfigError: the tokenizer is missing or has more tokens than the model.
+    """
+    largest = largest_token_id(path)
+    if largest >= facts.vocab_size:
+        raise ConfigError(
+            f"model.path: the tokenizer of {path} has token ids up to {largest}, the model has "
+            f"embeddings for vocab_size={facts.vocab_size}; they do not belong together"
+        )

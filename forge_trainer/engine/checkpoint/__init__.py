@@ -1,0 +1,1 @@
+"""Saving and loading one rank's state: folders, staging, export, random state."""

@@ -1,0 +1,253 @@
+"""One rank's part in saving and loading: DCP or a Hugging Face export, made complete at the end.
+
+Saving goes to a temporary folder that is renamed once every file has its hash in the marker, so
+a fault while saving leaves the earlier checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from forge_trainer.engine.checkpoint.files import (
+    Marker,
+    flush_to_disk,
+    hash_file,
+    partial_folder,
+    read_marker,
+    verify_files,
+    write_marker,
+)
+from forge_trainer.engine.checkpoint.random_state import random_state, set_random_state
+from forge_trainer.engine.checkpoint.staging import Staging, State
+from forge_trainer.engine.checkpoint.together import RankGroup
+from forge_trainer.errors import CheckpointError
+from forge_trainer.types import CheckpointInfo, SaveRequest
+
+RANDOM = "random"
+"""Key of the random states by rank."""
+
+
+class Checkpointer:
+    """Saves and loads for one rank; every method but `wait` is a collective of its group.
+
+    A save with `request.wait` false returns once the state is copied. The files are then written
+    on a thread of this object, one save at a time: the next save or load waits for it.
+    """
+
+    def __init__(self, group: RankGroup, device: torch.device, *, layout: str) -> None:
+        self._group = group
+        self._layout = f"{device.type} {layout}"
+        self._device = device
+        self._staging = Staging(device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[CheckpointInfo] | None = None
+
+    def save(self, request: SaveRequest, step: int, state: State) -> CheckpointInfo:
+        """Write `state` through DCP, now or beside what comes next; full state with the random one.
+
+        Raises:
+            CheckpointError: the folder exists already, or cannot be written. On all ranks alike.
+        """
+        self._settle()
+        partial = self._prepare(request)
+        if request.is_full:
+            state = {**state, RANDOM: self._random_state()}
+        if request.wait:
+            return self._finish(
+                request, step, partial, lambda: self._through_dcp(dcp.save, state, partial)
+            )
+        copies: list[State] = []
+        # Together, so that a rank without memory for its copy keeps the others from writing.
+        with self._removing_after_errors(partial):
+            self._group.on_each(lambda: copies.append(self._staging.copy(state)))
+        self._running = self._thread.submit(
+            self._finish,
+            request,
+            step,
+            partial,
+            lambda: self._through_dcp(dcp.save, copies[0], partial),
+        )
+        return CheckpointInfo(
+            request.path, step, request.format, complete=False, weights_only=request.weights_only
+        )
+
+    def export(
+        self, request: SaveRequest, step: int, write: Callable[[Path], None]
+    ) -> CheckpointInfo:
+        """Let `write` fill the folder with a Hugging Face model; see `save` for errors."""
+        self._settle()
+        partial = self._prepare(request)
+        return self._finish(request, step, partial, lambda: write(partial))
+
+    def wait(self) -> CheckpointInfo | None:
+        """What became of the last save that did not wait; None if there was none.
+
+        May be called on any thread, beside everything else.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        return None if self._running is None else self._running.result()
+
+    def load(self, path: Path, state: State, *, weights_only: bool) -> CheckpointInfo:
+        """Fill `state` from the folder `path`: its tensors in place, other values in the dict.
+
+        Files are compared with their hashes, tensors by name and shape with those of the model,
+        before one is touched. Random state goes back to the ranks that it came from, if their
+        layout is the same.
+
+        Raises:
+            CheckpointError: missing, incomplete, damaged, or made by another model. On all ranks
+                alike.
+        """
+        self._settle()
+        with _as_checkpoint_error(f"cannot load {path}"):
+            marker = self._verified_marker(path)
+            if marker.format != "dcp":
+                raise CheckpointError(
+                    f"{path} is a Hugging Face directory; start a trainer from it with model.path"
+                )
+            if marker.weights_only and not weights_only:
+                raise CheckpointError(f"{path} holds weights only; load it with weights_only=True")
+            self._require_same_model(path, state)
+            random = {}
+            if not weights_only and marker.layout == self._layout:
+                random = {RANDOM: self._random_state()}
+            loaded = {**state, **random}
+            self._through_dcp(dcp.load, loaded, path)
+        if random:
+            set_random_state(loaded.pop(RANDOM)[str(self._group.rank)], self._device)
+        state.update(loaded)
+        return CheckpointInfo(
+            str(path), marker.step, "dcp", complete=True, weights_only=weights_only
+        )
+
+    def close(self) -> None:
+        """Wait for a running save, and free its copy of the state."""
+        self._thread.shutdown(wait=True)
+        self._staging.close()
+
+    def _random_state(self) -> State:
+        return {str(self._group.rank): random_state(self._device)}
+
+    def _settle(self) -> None:
+        """No save runs any more; what became of it is for `wait` to tell."""
+        if self._running is not None:
+            self._running.exception()
+
+    def _prepare(self, request: SaveRequest) -> Path:
+        """An empty folder to write to."""
+        path = Path(request.path)
+        with _as_checkpoint_error(f"cannot write {path}"):
+            return self._group.on_first(lambda: partial_folder(path))
+
+    def _require_same_model(self, path: Path, state: State) -> None:
+        """Raises CheckpointError unless all ranks together have the tensors of the checkpoint."""
+        own = {f"model.{name}": tuple(value.shape) for name, value in state["model"].items()}
+        wanted = {
+            name: shape for part in self._group.on_each(lambda: own) for name, shape in part.items()
+        }
+        metadata = self._group.on_first(lambda: dcp.FileSystemReader(path).read_metadata())
+        found = {
+            name: tuple(entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        }
+        differences = sorted(dict(found.items() ^ wanted.items()))
+        if differences:
+            name = differences[0]
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {len(differences)} tensors differ, first "
+                f"{name.removeprefix('model.')}: {found.get(name, 'absent')} there, "
+                f"{wanted.get(name, 'absent')} here"
+            )
+
+    def _through_dcp(self, function: Callable[..., object], state: State, path: Path) -> None:
+        """Save or load on the ranks of the group."""
+        group = self._group.process_group
+        if group is not None:
+            function(state, checkpoint_id=path, process_group=group)
+            return
+        # Filters belong to the process, so they are touched only where DCP warns: alone.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            function(state, checkpoint_id=path, no_dist=True)
+
+    def _finish(
+        self, request: SaveRequest, step: int, partial: Path, write: Callable[[], None]
+    ) -> CheckpointInfo:
+        """Write the files, hash them, mark the folder complete, and give it its name."""
+        path = Path(request.path)
+        weights_only = not request.is_full
+
+        def hash_own() -> dict[str, str]:
+            for name in own:
+                flush_to_disk(partial / name)
+            return {name: hash_file(partial / name) for name in own}
+
+        def commit() -> None:
+            marker = Marker(step, request.format, weights_only, self._layout, time.time(), hashes)
+            write_marker(partial, marker)
+            os.replace(partial, path)
+            flush_to_disk(path.parent)
+
+        with self._removing_after_errors(partial), _as_checkpoint_error(f"cannot write {path}"):
+            write()
+            names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
+            own = self._own(names)
+            parts = self._group.on_each(hash_own)
+            hashes = {name: value for part in parts for name, value in part.items()}
+            self._group.on_first(commit)
+        return CheckpointInfo(
+            str(path), step, request.format, complete=True, weights_only=weights_only
+        )
+
+    @contextlib.contextmanager
+    def _removing_after_errors(self, partial: Path) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            if self._group.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _verified_marker(self, path: Path) -> Marker:
+        marker = self._group.on_first(lambda: read_marker(path))
+        own = self._own(sorted(marker.xxh3_128))
+        self._group.on_each(lambda: verify_files(path, marker, own))
+        return marker
+
+    def _own(self, names: list[str]) -> list[str]:
+        """This rank's share of the files to hash."""
+        return names[self._group.rank :: self._group.size]
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(what: str) -> Iterator[None]:
+    """DCP's own error is a BaseException."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Without the tracebacks of every rank that DCP makes its text of."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"

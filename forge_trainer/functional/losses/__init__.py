@@ -1,0 +1,1 @@
+"""Losses over selected-token log-probs, and the terms that any of them can add."""

@@ -1,0 +1,126 @@
+"""From a loss's name and options to something an engine can call.
+
+A registered loss takes its own options and those of the terms that any loss can add:
+    kl_coef, kl_estimator   + kl_coef * sum_t w_t k_t, the KL to a reference (needs ref_logprobs)
+    entropy_coef            - entropy_coef * sum_t w_t H_t, a bonus on the policy's entropy
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from forge_trainer.errors import ConfigError
+from forge_trainer.functional.losses import catalogue as losses
+from forge_trainer.functional.losses.kl import KL_ESTIMATORS, kl_to_reference
+from forge_trainer.functional.losses.tokens import token_mean, weighted_sum
+from forge_trainer.types import LossFn, LossOutput, TrainBatch
+
+_ADVANTAGES = ("advantages",)
+_RATIO = ("advantages", "generator_logprobs")
+
+LOSSES: dict[str, tuple[Callable[..., LossOutput], tuple[str, ...]]] = {
+    "cross_entropy": (losses.cross_entropy, ()),
+    "importance_sampling": (losses.importance_sampling, _RATIO),
+    "reinforce": (losses.reinforce, _ADVANTAGES),
+    "ppo": (losses.ppo, _RATIO),
+    "grpo": (losses.grpo, _RATIO),
+    "dapo": (losses.dapo, _RATIO),
+    "cispo": (losses.cispo, _RATIO),
+    "gspo": (losses.gspo, _RATIO),
+    "dro": (losses.dro, _RATIO),
+}
+"""Name -> the loss and the per-token fields that every sequence must carry for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is added to a loss."""
+
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss with its options bound and its terms added. Keeps `LossFn`."""
+
+    loss_fn: LossFn
+    terms: Terms = Terms()
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.terms.entropy_coef != 0.0
+
+    def __call__(self, logprobs_BT: Tensor, batch: TrainBatch) -> LossOutput:
+        output = self.loss_fn(logprobs_BT, batch)
+        total, metrics = output.total, dict(output.metrics)
+        if self.terms.kl_coef:
+            kl_BT = kl_to_reference(logprobs_BT, batch, estimator=self.terms.kl_estimator)
+            total = total + self.terms.kl_coef * weighted_sum(kl_BT, batch)
+            metrics["loss/ref_kl"] = token_mean(kl_BT, batch)
+        if self.terms.entropy_coef:
+            entropies_BT = batch.require("entropies", "entropy_coef")
+            total = total - self.terms.entropy_coef * weighted_sum(entropies_BT, batch)
+            metrics["loss/entropy"] = token_mean(entropies_BT, batch)
+        return LossOutput(total, metrics)
+
+
+def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> LossFn:
+    """A loss function with its options bound.
+
+    A callable of the user's gets `config` as keyword arguments. It gets entropies, in
+    `batch.entropies_BT`, if it has an attribute `needs_entropy` that is true.
+
+    Raises:
+        ConfigError: the name is not registered, or an option is not one of the loss.
+    """
+    options = dict(config or {})
+    if not isinstance(loss, str):
+        if not callable(loss):
+            raise ConfigError(f"loss must be a name or a function, got {type(loss).__name__}")
+        return functools.partial(loss, **options) if options else loss
+    if loss not in LOSSES:
+        raise ConfigError(f"loss {loss!r} is not registered; use one of {sorted(LOSSES)}")
+    function, _ = LOSSES[loss]
+    known = list(inspect.signature(function).parameters)[2:]
+    unknown = sorted(set(options) - set(known) - set(Terms.__slots__))
+    if unknown:
+        raise ConfigError(
+            f"loss {loss!r} has no option {unknown}; it takes {[*known, *Terms.__slots__]}"
+        )
+    for name, value in options.items():
+        _check_option(loss, name, value)
+    terms = Terms(**{name: options.pop(name) for name in Terms.__slots__ if name in options})
+    return Objective(functools.partial(function, **options) if options else function, terms)
+
+
+def _check_option(loss: str, name: str, value: object) -> None:
+    if name == "kl_estimator":
+        if value not in KL_ESTIMATORS:
+            raise ConfigError(f"loss {loss!r}: {name} is {value!r}; use one of {[*KL_ESTIMATORS]}")
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
+        raise ConfigError(f"loss {loss!r}: {name} is {value!r}; it must be a number of at least 0")
+
+
+def needs_entropy(loss_fn: LossFn) -> bool:
+    """True if the loss reads `batch.entropies_BT`."""
+    inner = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    return bool(getattr(inner, "needs_entropy", False))
+
+
+def required_fields(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """The per-token fields a registered loss cannot do without; nothing is known of a callable."""
+    if not isinstance(loss, str) or loss not in LOSSES:
+        return ()
+    reference = ("ref_logprobs",) if (config or {}).get("kl_coef") else ()
+    return LOSSES[loss][1] + reference

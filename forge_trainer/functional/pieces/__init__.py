@@ -1,0 +1,1 @@
+"""What published weights are made of: manifests over pieces, rectangles, differences."""

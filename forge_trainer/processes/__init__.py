@@ -1,0 +1,1 @@
+"""What runs where: meshes of processes, the stores they share, and their lifecycle."""

@@ -1,0 +1,134 @@
+"""Process meshes: what runs where, and what every process does first.
+
+The only file that sets environment variables or touches Monarch's global hooks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import monarch.actor
+from monarch.actor import ProcMesh, this_host
+from monarch.spmd import setup_torch_elastic_env_async
+
+from forge_trainer.actors.trainer import RANKS
+from forge_trainer.errors import ConfigError
+from forge_trainer.processes import torchstore_patch
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 40.0
+"""Monarch stops processes only once they have started, which can take half of this."""
+MAX_MESSAGE_BYTES = 910_737_418_240
+"""What torchstore 0.1.2 sets itself for its transfers, with a warning, where it finds nothing."""
+
+
+def prepare_controller() -> None:
+    """Make this process fit to drive meshes: patched torchstore, and faults as exceptions.
+
+    By default Monarch interrupts the controller when a process dies (exit code 130, as if the
+    user had pressed Ctrl-C). Here the call that needed the process raises instead.
+    """
+    _prepare_torchstore()
+    monarch.actor.unhandled_fault_hook = _log_fault
+
+
+def _log_fault(failure: Any) -> None:
+    # Must not raise: Monarch answers an error in here by interrupting the controller.
+    logger.debug("%s", failure)
+
+
+def spawn_mesh(name: str, *, num_processes: int, cpu_threads: int) -> ProcMesh:
+    """Processes on this host, with a single axis `ranks`; not waited for."""
+    return this_host().spawn_procs(
+        per_host={RANKS: num_processes},
+        bootstrap=functools.partial(_bootstrap, cpu_threads),
+        name=name,
+    )
+
+
+def _bootstrap(cpu_threads: int) -> None:
+    """Runs in a new process before any actor is made in it."""
+    # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
+    os.setpgid(0, 0)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import torch
+
+    torch.set_num_threads(cpu_threads)
+    # Imported before actors are: two actors unpickled at once would import it half each.
+    _prepare_torchstore()
+
+
+def _prepare_torchstore() -> None:
+    os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(MAX_MESSAGE_BYTES))
+    torchstore_patch.apply()
+
+
+async def start_store(mesh: ProcMesh, name: str) -> None:
+    """Make the mesh's only process the volume of a torchstore called `name`."""
+    import torchstore
+
+    await torchstore.initialize(mesh=mesh, store_name=name)
+
+
+async def stop_store(name: str) -> None:
+    """Forget the store; its process is stopped with its mesh."""
+    import torchstore
+
+    await torchstore.shutdown(name)
+
+
+async def join_ranks(mesh: ProcMesh, master_port: int | None) -> None:
+    """Tell every process its rank and where rank 0 listens, as torchrun would.
+
+    Raises:
+        ConfigError: the configured port is in use.
+    """
+    if master_port is None:
+        await setup_torch_elastic_env_async(mesh)
+    else:
+        require_free_port(master_port)
+        await setup_torch_elastic_env_async(mesh, master_addr="127.0.0.1", master_port=master_port)
+
+
+def require_free_port(port: int) -> None:
+    """Raises ConfigError if something listens on `port` of this host already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.master_port: {port} is in use on this host ({error.strerror}); "
+                "leave it out to get a free one"
+            ) from error
+
+
+@contextlib.asynccontextmanager
+async def running_mesh(
+    name: str, *, num_processes: int, cpu_threads: int
+) -> AsyncIterator[ProcMesh]:
+    """Processes on this host that are stopped at the end, whatever happens."""
+    mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads)
+    try:
+        yield mesh
+    finally:
+        await closing(f"{name} processes", lambda: mesh.stop("closed"))
+
+
+async def closing(
+    what: str, close: Callable[[], Awaitable[object]], *, timeout_s: float = STOP_TIMEOUT_S
+) -> None:
+    """Close one thing; a failure is logged, since the rest must be closed as well."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await close()
+    except Exception as error:
+        logger.warning("closing the %s failed: %r", what, error)

@@ -1,0 +1,1 @@
+"""A run from first to last: rollout, pipeline, training, weight sync, and its folder."""

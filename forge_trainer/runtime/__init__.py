@@ -1,1 +1,0 @@
-"""Runtime: meshes, handles and the loops of a run."""

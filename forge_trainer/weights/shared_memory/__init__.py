@@ -1,0 +1,1 @@
+"""Weights in mapped files that all processes of one host see."""

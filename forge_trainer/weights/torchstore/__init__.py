@@ -1,0 +1,1 @@
+"""Weights in torchstore, across hosts."""
