@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_trainer.config.schema import ModelConfig, TinyModelConfig
+from forge_trainer.config import ModelConfig, TinyModelConfig
 from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.engine import find_engine
 from forge_trainer.engine.profiling import StepProfiler, require_memory_snapshots
 from forge_trainer.errors import (

@@ -9,7 +9,7 @@ import pytest
 
 jaxtyping.install_import_hook("forge_trainer.functional", "beartype.beartype")
 
-from forge_trainer.config.schema import TinyModelConfig  # noqa: E402  (after the hook)
+from forge_trainer.config import TinyModelConfig  # noqa: E402  (after the hook)
 from forge_trainer.hf import create_tiny_model  # noqa: E402
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.pieces import WeightPiece

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ SOURCES = sorted(
 )
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 12
 ADVERBS = {"call", "call_one", "broadcast", "choose", "stream"}
 
 
@@ -36,6 +38,12 @@ def test_files_and_functions_stay_small(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
             assert size <= MAX_FUNCTION_LINES, f"{_name(path)}: {node.name} has {size} lines"
+
+
+def test_a_folder_holds_a_dozen_modules_at_most() -> None:
+    rooms = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    full = {_name(folder): number for folder, number in rooms.items() if number > MAX_MODULES}
+    assert full == {}, "move a wall before the next thing goes in"
 
 
 def _sets_environment(node: ast.AST) -> bool:

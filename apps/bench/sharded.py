@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.pieces import WeightPiece
 from forge_trainer.status import EngineFacts
 from forge_trainer.types import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apps.command_line import run_app
-from forge_trainer.config.schema import GrpoConfig
+from forge_trainer.config import GrpoConfig
 
 if TYPE_CHECKING:
     from forge_trainer.data.prompts import Task

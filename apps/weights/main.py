@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apps.command_line import BAD_CONFIG, FAILED, OK, run_app
-from forge_trainer.config.schema import GrpoConfig
-from forge_trainer.config.trainer import ProfilingConfig
+from forge_trainer.config import GrpoConfig, ProfilingConfig
 from forge_trainer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""TransformersGeneratorActor: the Monarch actor around a transformers generator."""
+"""GeneratorActor: the Monarch actor around a generator."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torch import Tensor
 
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.config import GeneratorConfig, WeightsConfig
+from forge_trainer.generation import make_generator
 from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import Completion, SamplingParams
 from forge_trainer.weights.stores import open_store
 
 
-class TransformersGeneratorActor(Actor):
-    """One generator. It runs in the dtype that weights are published in."""
+class GeneratorActor(Actor):
+    """One generator."""
 
     def __init__(
         self,
@@ -28,14 +27,8 @@ class TransformersGeneratorActor(Actor):
         model_dir: str,
         seed: int,
     ) -> None:
-        dtype: torch.dtype = getattr(torch, weights.dtype)
         self._weights = weights
-        self._generator = TransformersGenerator(
-            config,
-            model_dir=Path(model_dir),
-            dtype=dtype,
-            seed=seed,
-        )
+        self._generator = make_generator(config, weights, model_dir=Path(model_dir), seed=seed)
 
     @concurrent_endpoint
     async def open_store(self, address: StoreAddress) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
-from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.errors import EngineError
 from forge_trainer.pieces import RankPieces, StagedWeights, StoreAddress, WeightsVersion
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus

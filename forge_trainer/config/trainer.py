@@ -1,104 +1,14 @@
-"""What can be configured of a trainer: layout, optimizer, schedule, packing, faults."""
+"""What can be configured of a trainer: engine, precision, packing, faults, checkpoints."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """A part of the config: frozen, and strict about keys."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class ParallelConfig(Section):
-    """How the ranks are laid out; those left over by the axes below are data-parallel."""
-
-    data_replicate: PositiveInt = 1
-    """Replicas of the sharded model (HSDP)."""
-    tensor: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    """Stages of the model; 1F1B."""
-    context: PositiveInt = 1
-    """Parts of every row (CP); only 1 works so far."""
-    expert: PositiveInt = 1
-    """Parts of the experts (EP); only 1 works so far."""
-    pipeline_microbatches: PositiveInt | None = None
-    """Parts that a microbatch's rows are cut into for the pipeline; None is one per stage."""
-
-    @property
-    def num_pipeline_microbatches(self) -> int:
-        return self.pipeline_microbatches or self.pipeline
-
-    @model_validator(mode="after")
-    def microbatches_fill_the_pipeline(self) -> Self:
-        if self.num_pipeline_microbatches < self.pipeline:
-            raise ValueError(
-                f"pipeline_microbatches={self.pipeline_microbatches} leave some of the "
-                f"{self.pipeline} pipeline stages without work; give at least {self.pipeline}"
-            )
-        if self.pipeline == 1 and self.num_pipeline_microbatches > 1:
-            raise ValueError(
-                f"pipeline_microbatches={self.pipeline_microbatches} without a pipeline would only "
-                "pad; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def axes_are_supported(self) -> Self:
-        if self.context > 1:
-            raise ValueError(
-                f"context={self.context}: context parallelism is not supported; TorchTitan 0.3.0 "
-                "has it on CUDA only, and a row's log-probs would lie on several ranks. Use "
-                "tensor and activation_checkpointing for long rows"
-            )
-        if self.expert > 1:
-            raise ValueError(
-                f"expert={self.expert}: expert parallelism splits the experts of an MoE model; "
-                "the supported models (llama, qwen3) are dense"
-            )
-        return self
-
-
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    lr: Annotated[float, Field(ge=0.0)] = 1e-5
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this L2 norm, over all parameters and ranks."""
-
-
-class LRScheduleConfig(Section):
-    """Linear warm-up, stable, decay. The default is a constant rate."""
-
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    decay_steps: Annotated[int, Field(ge=0)] = 0
-    """The last steps of `total_steps`, in which the rate falls."""
-    total_steps: PositiveInt | None = None
-    """Needed with decay_steps."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    min_lr_factor: Fraction = 0.0
-
-    @model_validator(mode="after")
-    def phases_fit_into_total_steps(self) -> Self:
-        if self.decay_steps and self.total_steps is None:
-            raise ValueError("decay_steps needs total_steps")
-        if self.total_steps is not None:
-            phases = self.warmup_steps + self.decay_steps
-            if phases > self.total_steps:
-                raise ValueError(
-                    f"warmup_steps + decay_steps = {phases} exceed total_steps={self.total_steps}"
-                )
-        return self
+from .layout import ParallelConfig, require_full_layout
+from .optimizer import LRScheduleConfig, OptimizerConfig
+from .section import Section
 
 
 class PackingConfig(Section):
@@ -108,16 +18,6 @@ class PackingConfig(Section):
     """Rows that go through the model at once, on each data-parallel rank."""
     enabled: bool = True
     """False: one sequence per row."""
-
-
-def require_full_layout(num_ranks: int, layout: ParallelConfig) -> None:
-    """Raises ValueError if the axes leave a rank without a place."""
-    used = layout.data_replicate * layout.tensor * layout.pipeline
-    if num_ranks % used:
-        raise ValueError(
-            f"num_ranks={num_ranks} is not a multiple of data_replicate * tensor * "
-            f"pipeline = {used}"
-        )
 
 
 class ProfilingConfig(Section):

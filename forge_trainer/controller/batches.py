@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.controller.ranks import RankCalls
+from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
 from forge_trainer.functional.losses.objective import make_loss, required_fields
 from forge_trainer.functional.packing import (
@@ -28,6 +27,8 @@ from forge_trainer.types import (
     MicrobatchOutput,
     TrainSequence,
 )
+
+from .ranks import RankCalls
 
 GPU_FLEX_BLOCK = 128
 """Flex attention on a GPU wants row lengths in multiples of its block."""

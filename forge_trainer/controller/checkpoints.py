@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from forge_trainer.controller.ranks import RankCalls, TrainerSetup, agreed, ask_all
 from forge_trainer.engine.checkpoint.files import default_name, find_checkpoint, prune_checkpoints
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointFormat, CheckpointInfo, SaveRequest
+
+from .ranks import RankCalls, TrainerSetup, agreed, ask_all
 
 
 class Checkpoints:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from forge_trainer.config.schema import (
+from forge_trainer.config import (
     AlgorithmConfig,
     GeneratorConfig,
+    TrainerConfig,
     WeightsConfig,
 )
-from forge_trainer.config.trainer import TrainerConfig
 from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.profiling import require_memory_snapshots
 from forge_trainer.engine.titan.support import refuse_unsupported, require_float8

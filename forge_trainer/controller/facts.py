@@ -6,9 +6,10 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_trainer.controller.publishing import WeightsPublisher
-from forge_trainer.controller.ranks import RankCalls, ask_all
 from forge_trainer.status import EngineFacts, RankStatus, TrainerFacts, TrainerStatus
+
+from .publishing import WeightsPublisher
+from .ranks import RankCalls, ask_all
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
-from forge_trainer.controller.checks import check_trainer
-from forge_trainer.controller.ranks import TrainerSetup
-from forge_trainer.controller.trainer import TrainerHandle
+from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.protocols import WeightStore
 from forge_trainer.types import World
 from forge_trainer.weights.memory import MemoryWeightStore
 from forge_trainer.worker import Worker
+
+from .checks import check_trainer
+from .ranks import TrainerSetup
+from .trainer import TrainerHandle
 
 
 class InProcessRanks:

@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-from forge_trainer.controller.ranks import OpenStore, RankCalls, TrainerSetup, ask_all
-from forge_trainer.controller.retention import Retention
 from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.functional.pieces.manifests import build_manifest
 from forge_trainer.pieces import Layout, RankPieces, StagedWeights, WeightsRef, WeightsVersion
@@ -18,6 +16,9 @@ from forge_trainer.protocols import WeightStore
 from forge_trainer.status import TransferStatus
 from forge_trainer.tasks import limit
 from forge_trainer.weights.keys import published_already
+
+from .ranks import OpenStore, RankCalls, TrainerSetup, ask_all
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from forge_trainer.config.schema import WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.errors import EngineError
 from forge_trainer.protocols import WeightStore
 

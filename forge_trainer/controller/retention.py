@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.pieces import WeightsVersion
 from forge_trainer.protocols import WeightStore
 

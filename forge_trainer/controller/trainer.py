@@ -10,12 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from forge_trainer.controller.batches import BatchDealer
-from forge_trainer.controller.checkpoints import Checkpoints
-from forge_trainer.controller.facts import merge_statuses, trainer_facts
-from forge_trainer.controller.publishing import WeightsPublisher
-from forge_trainer.controller.ranks import OpenStore, RankCalls, TrainerSetup, agreed, ask_all
-from forge_trainer.controller.turns import Turns
 from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
 from forge_trainer.pieces import WeightsRef
 from forge_trainer.status import EngineFacts, TrainerFacts, TrainerStatus
@@ -31,6 +25,13 @@ from forge_trainer.types import (
     TrainSequence,
     TrainStepResult,
 )
+
+from .batches import BatchDealer
+from .checkpoints import Checkpoints
+from .facts import merge_statuses, trainer_facts
+from .publishing import WeightsPublisher
+from .ranks import OpenStore, RankCalls, TrainerSetup, agreed, ask_all
+from .turns import Turns
 
 
 class TrainerHandle:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forge_trainer.config.schema import TaskConfig
+from forge_trainer.config import TaskConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.rewards import resolve_reward, starts_with_answer
 from forge_trainer.types import Prompt, RewardFn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.named import import_callable
 from forge_trainer.protocols import Engine

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
 from forge_trainer.engine.checkpoint.export import HfWriter
 from forge_trainer.engine.checkpoint.random_state import seed_everything

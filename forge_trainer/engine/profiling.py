@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forge_trainer.config.trainer import ProfilingConfig
+from forge_trainer.config import ProfilingConfig
 from forge_trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import DataError, EngineError, NonFiniteError
 from forge_trainer.metrics import Last, Metric
 from forge_trainer.types import Normalize, OptimParams, OptimStepResult, TrainBatch

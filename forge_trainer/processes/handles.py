@@ -17,9 +17,9 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import (
 from monarch.actor import ActorError
 from torch import Tensor
 
-from forge_trainer.actors.generator import TransformersGeneratorActor
+from forge_trainer.actors.generator import GeneratorActor
 from forge_trainer.actors.trainer import RANKS, TitanTrainer
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.controller.ranks import ask_all
 from forge_trainer.errors import (
     CollectiveError,
@@ -169,7 +169,7 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
 class GeneratorHandle:
     """Keeps the `Generator` protocol over one generator actor."""
 
-    def __init__(self, actor: TransformersGeneratorActor) -> None:
+    def __init__(self, actor: GeneratorActor) -> None:
         self._actor: Any = actor
 
     async def can_reach(self, token: str) -> bool:
@@ -193,7 +193,7 @@ class GeneratorHandle:
         return completions
 
     async def pull_weights(self, ref: WeightsRef | WeightsVersion | None = None) -> WeightsVersion:
-        """Load a version in place, the newest by default; see `TransformersGenerator`."""
+        """Load a version in place, the newest by default; see `ModelGenerator`."""
         version: WeightsVersion = await self._call(
             lambda: self._actor.pull_weights.call_one(ref), "pull_weights"
         )

@@ -14,16 +14,18 @@ from pathlib import Path
 
 from monarch.actor import ProcMesh
 
-from forge_trainer.actors.generator import TransformersGeneratorActor
+from forge_trainer.actors.generator import GeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import GeneratorConfig, TrainerConfig, WeightsConfig
 from forge_trainer.controller.checks import check_models
 from forge_trainer.controller.ranks import TrainerSetup
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.pieces import WeightsRef
-from forge_trainer.processes.handles import GeneratorHandle, MeshRanks
-from forge_trainer.processes.meshes import (
+from forge_trainer.tasks import first_error
+from forge_trainer.weights.stores import open_store
+
+from .handles import GeneratorHandle, MeshRanks
+from .meshes import (
     STOP_TIMEOUT_S,
     closing,
     join_ranks,
@@ -31,9 +33,7 @@ from forge_trainer.processes.meshes import (
     require_free_port,
     running_mesh,
 )
-from forge_trainer.processes.store import IN_MEMORY, RunStore
-from forge_trainer.tasks import first_error
-from forge_trainer.weights.stores import open_store
+from .store import IN_MEMORY, RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +124,5 @@ def _spawn_generator(
     mesh: ProcMesh, config: GeneratorConfig, weights: WeightsConfig, model_dir: Path, seed: int
 ) -> GeneratorHandle:
     return GeneratorHandle(
-        mesh.spawn("generator", TransformersGeneratorActor, config, weights, str(model_dir), seed)
+        mesh.spawn("generator", GeneratorActor, config, weights, str(model_dir), seed)
     )

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.errors import ConfigError, WeightsError
 from forge_trainer.pieces import StoreAddress
-from forge_trainer.processes.meshes import closing, running_mesh, start_store, stop_store
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.shared_memory.folder import LOCK, shared_folder
 from forge_trainer.weights.stores import open_store
+
+from .meshes import closing, running_mesh, start_store, stop_store
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from forge_trainer.data.prompts import Task
 from forge_trainer.protocols import Generator
-from forge_trainer.run.pipeline import Pipeline
 from forge_trainer.types import Completion, Episode, Prompt, RewardFn, SamplingParams
+
+from .pipeline import Pipeline
 
 
 async def run_rollout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from forge_trainer.config.schema import RunConfig
+from forge_trainer.config import RunConfig
 from forge_trainer.errors import ConfigError
 
 CONFIG_FILE = "run_config.yaml"

@@ -7,17 +7,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forge_trainer.config.schema import AlgorithmConfig
+from forge_trainer.config import AlgorithmConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
 from forge_trainer.metrics import merge_metrics, metric_values
 from forge_trainer.protocols import Generator, Trainer
 from forge_trainer.replay import Group
 from forge_trainer.reporting import Reporter
-from forge_trainer.run.pipeline import Pipeline
-from forge_trainer.run.rollout import episodes_of
-from forge_trainer.run.weight_sync import Staged, SyncReport, begin_sync, finish_sync
 from forge_trainer.tasks import first_error
 from forge_trainer.types import Episode, TrainSequence, TrainStepResult
+
+from .pipeline import Pipeline
+from .rollout import episodes_of
+from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.engine import find_engine
 from forge_trainer.engine.checkpoint.files import MARKER, read_marker, verify_files
 from forge_trainer.errors import CheckpointError, ConfigError, WeightsError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +118,20 @@ class VersionReading:
         self._source = source
         self._plans = plans
 
+    @contextlib.asynccontextmanager
+    async def arrived(self, destinations: Mapping[str, Tensor]) -> AsyncIterator[ArrivedWeights]:
+        """All of the version, fetched and verified beside whatever else runs.
+
+        Inside, `load` fills the destinations, which must be the version's tensors. Until then they
+        are untouched.
+
+        Raises:
+            WeightsError: names, shapes, dtypes or checksums differ, or a piece is gone.
+        """
+        plan = self._plans.plan(self.manifest, destinations, whole=True)
+        async with self._fetched(plan) as fetched:
+            yield ArrivedWeights(self.manifest, self._source, plan, fetched)
+
     async def load_into(self, destinations: Mapping[str, Tensor]) -> None:
         """Fill a whole model in place; the destinations must be the version's tensors.
 
@@ -159,15 +174,43 @@ class VersionReading:
         return tensor
 
     async def _fill(self, plan: _Plan) -> None:
+        async with self._fetched(plan) as fetched:
+            await ArrivedWeights(self.manifest, self._source, plan, fetched).load()
+
+    @contextlib.asynccontextmanager
+    async def _fetched(self, plan: _Plan) -> AsyncIterator[Sequence[Tensor]]:
+        """The plan's pieces, verified."""
         fetched = await self._source.fetch(plan.pieces)
         try:
-            await asyncio.to_thread(self._verify_and_copy, plan, fetched)
+            await asyncio.to_thread(require_checksums, self.manifest, plan.pieces, fetched)
+            yield fetched
         finally:
             self._source.release(plan.pieces, fetched)
 
+
+class ArrivedWeights:
+    """What was fetched and verified, on its way to where it is wanted."""
+
+    def __init__(
+        self, manifest: Manifest, source: PieceSource, plan: _Plan, fetched: Sequence[Tensor]
+    ) -> None:
+        self._manifest = manifest
+        self._source = source
+        self._plan = plan
+        self._fetched = fetched
+
+    async def load(self) -> None:
+        """Copy it to the destinations.
+
+        Raises:
+            WeightsError: what was fetched was overwritten since; the destinations are untouched.
+            TornWeightsError: filling them failed half way.
+        """
+        await asyncio.to_thread(self._copy)
+
     @torch.no_grad()
-    def _verify_and_copy(self, plan: _Plan, fetched: Sequence[Tensor]) -> None:
-        require_checksums(self.manifest, plan.pieces, fetched)
+    def _copy(self) -> None:
+        plan, fetched = self._plan, self._fetched
         if not plan.destinations:
             # An empty shard.
             return
@@ -185,7 +228,7 @@ class VersionReading:
             self._source.require_unchanged()
         except Exception as error:
             raise TornWeightsError(
-                f"weights {self.manifest.version} were loaded in part only: {error}; pull again "
+                f"weights {self._manifest.version} were loaded in part only: {error}; pull again "
                 "before these tensors are used"
             ) from error
 

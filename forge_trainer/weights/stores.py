@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.pieces import StoreAddress
 from forge_trainer.protocols import WeightStore
 

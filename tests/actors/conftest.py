@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.config import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PackingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.processes.handles import GeneratorHandle
 from forge_trainer.processes.lifecycle import Services, running_services

@@ -9,7 +9,7 @@ import random
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.pieces import StoreAddress, WeightsVersion
 from forge_trainer.weights.stores import open_store

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.errors import ConfigError, WorkerLostError
 from forge_trainer.processes.lifecycle import running_services
 from tests.actors.conftest import GENERATOR, TRAINER, running_cluster

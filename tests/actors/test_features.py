@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.functional.losses.objective import make_loss

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_trainer.config.schema import TinyModelConfig
-from forge_trainer.config.trainer import (
+from forge_trainer.config import (
     OptimizerConfig,
     PackingConfig,
     ParallelConfig,
+    TinyModelConfig,
     TrainerConfig,
 )
 from forge_trainer.engine.local import LocalEngine

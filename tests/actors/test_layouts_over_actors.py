@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_trainer.config.trainer import ParallelConfig
+from forge_trainer.config import ParallelConfig
 from forge_trainer.engine.local import LocalEngine
 from forge_trainer.errors import EngineError
 from forge_trainer.functional.losses.objective import make_loss

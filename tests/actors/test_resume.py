@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_trainer.config.trainer import LRScheduleConfig, OptimizerConfig, TrainerConfig
+from forge_trainer.config import LRScheduleConfig, OptimizerConfig, TrainerConfig
 from forge_trainer.errors import CheckpointError
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.metrics import metric_values

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.controller.ranks import TrainerSetup
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import WeightsError, WorkerLostError

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_trainer.config.schema import TinyModelConfig
-from forge_trainer.config.trainer import PackingConfig, ParallelConfig, TrainerConfig
+from forge_trainer.config import PackingConfig, ParallelConfig, TinyModelConfig, TrainerConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.pieces.manifests import (
     build_manifest,

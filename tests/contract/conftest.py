@@ -13,8 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.config import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PackingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.pieces import WeightsRef
 from forge_trainer.processes.lifecycle import running_services

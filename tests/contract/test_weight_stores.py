@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.errors import AlreadyPublishedError, WeightsError
 from forge_trainer.functional.pieces.manifests import build_manifest, tensors_of
 from forge_trainer.pieces import Manifest, StoreAddress, Verify, WeightPiece, WeightsVersion

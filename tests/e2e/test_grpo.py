@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_trainer.config import GrpoConfig
 from forge_trainer.config.load import load_config
-from forge_trainer.config.schema import GrpoConfig
 from tests.e2e.apps import TINY, RunningApp, read_rows, run_app
 
 APP = "apps.grpo.main"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_trainer.config.trainer import OptimizerConfig, TrainerConfig
+from forge_trainer.config import OptimizerConfig, TrainerConfig
 from forge_trainer.controller.in_process import start_in_process_trainer
 from tests.data import random_sequences
 from tests.e2e.apps import TINY, RunningApp, run_app

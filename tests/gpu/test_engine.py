@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_trainer.config.trainer import (
+from forge_trainer.config import (
     OptimizerConfig,
     PackingConfig,
     ProfilingConfig,

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
-from forge_trainer.config.trainer import OptimizerConfig, PackingConfig, TrainerConfig
+from forge_trainer.config import (
+    GeneratorConfig,
+    OptimizerConfig,
+    PackingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.controller.trainer import TrainerHandle
-from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.generation import ModelGenerator, make_generator
 from forge_trainer.weights.memory import MemoryWeightStore
 from tests.data import random_sequences
 
@@ -33,7 +37,7 @@ class Bench:
     """A trainer and a generator that share a store."""
 
     trainer: TrainerHandle
-    generator: TransformersGenerator
+    generator: ModelGenerator
     store: MemoryWeightStore
     runner: asyncio.Runner
 
@@ -54,10 +58,10 @@ def bench(request: pytest.FixtureRequest, tiny_qwen3: Path, tmp_path: Path) -> I
                 store=store,
             )
         )
-        generator = TransformersGenerator(
+        generator = make_generator(
             GeneratorConfig(device="cpu", max_prompt_tokens=8),
+            WeightsConfig(),
             model_dir=tiny_qwen3,
-            dtype=torch.float32,
             seed=0,
         )
         generator.use_store(store)

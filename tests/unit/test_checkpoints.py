@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from forge_trainer.config.schema import GeneratorConfig
-from forge_trainer.config.trainer import ProfilingConfig, TrainerConfig
+from forge_trainer.config import GeneratorConfig, ProfilingConfig, TrainerConfig
 from forge_trainer.controller.checks import check_generator, check_trainer
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.engine.checkpoint.files import read_marker, verify_files

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apps.weights import main as weights_app
-from forge_trainer.config.schema import WeightsConfig
+from forge_trainer.config import WeightsConfig
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.errors import CheckpointError, ConfigError, TornWeightsError, WeightsError
 from forge_trainer.functional.pieces import differences
@@ -199,7 +199,7 @@ def test_a_generator_tells_what_it_runs_on(bench: Bench) -> None:
     bench.run(bench.generator.pull_weights(ref))
     found = bench.run(bench.generator.weight_checksums())
     assert found.version == ref.version
-    live = dict(bench.generator._model.named_parameters())
+    live = bench.generator._model.tensors
     assert found.tensors.keys() == live.keys()
     embedding = found.tensors["model.embed_tokens.weight"]
     assert embedding.tied == ("lm_head.weight",)

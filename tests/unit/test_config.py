@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.main import main
+from forge_trainer.config import AlgorithmConfig, GrpoConfig, ProfilingConfig, TrainerConfig
 from forge_trainer.config.load import dump_config, load_config
-from forge_trainer.config.schema import AlgorithmConfig, GrpoConfig
-from forge_trainer.config.trainer import ProfilingConfig, TrainerConfig
 from forge_trainer.controller.checks import (
     check_algorithm,
     check_generator_fits_model,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
 
-from forge_trainer.config.trainer import (
+from forge_trainer.config import (
     LRScheduleConfig,
     OptimizerConfig,
     PackingConfig,

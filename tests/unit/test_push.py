@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_trainer.config.schema import GeneratorConfig, WeightsConfig
+from forge_trainer.config import GeneratorConfig, WeightsConfig
 from forge_trainer.controller.checks import check_dtypes
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.controller.ranks import OpenStore

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_trainer.config.schema import AlgorithmConfig, TaskConfig
+from forge_trainer.config import AlgorithmConfig, TaskConfig
 from forge_trainer.data.prompts import make_task
 from forge_trainer.errors import ConfigError
 from forge_trainer.replay import Replay

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forge_trainer.config.schema import AlgorithmConfig
+from forge_trainer.config import AlgorithmConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.sequences import deal_minibatches
 from forge_trainer.metrics import Last, Mean, Metric

@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_trainer.config.schema import GeneratorConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import GeneratorConfig, TrainerConfig, WeightsConfig
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.errors import (
     ConfigError,
@@ -28,13 +27,16 @@ from forge_trainer.errors import (
     WeightsError,
 )
 from forge_trainer.functional.losses.tokens import document_means
-from forge_trainer.generation.transformers import TransformersGenerator
+from forge_trainer.functional.pieces import manifests
+from forge_trainer.generation import make_generator
 from forge_trainer.metrics import Mean
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
-from forge_trainer.weights.reading import VersionReading
+from forge_trainer.weights import reading
+from forge_trainer.weights.reading import ArrivedWeights
 from tests.data import random_sequences
 from tests.unit.conftest import CONFIG, GOOD, Bench
+from tests.waiting import A_HANG_S
 from tests.weights import read_all
 
 
@@ -322,11 +324,8 @@ def test_forward_returns_logprobs_of_the_generator(bench: Bench) -> None:
 
 
 def test_the_same_seed_samples_the_same(bench: Bench, tiny_qwen3: Path) -> None:
-    twin = TransformersGenerator(
-        GeneratorConfig(device="cpu", batch_size=2),
-        model_dir=tiny_qwen3,
-        dtype=torch.float32,
-        seed=7,
+    twin = make_generator(
+        GeneratorConfig(device="cpu", batch_size=2), WeightsConfig(), model_dir=tiny_qwen3, seed=7
     )
     bench.run(twin.setup())
     sampling = SamplingParams(max_completion_tokens=4, num_completions=4)
@@ -379,10 +378,10 @@ def test_a_failed_pull_leaves_the_old_weights(bench: Bench) -> None:
     torn: WeightsRef = bench.run(bench.trainer.push_weights())
     location = bench.store._manifests[torn.version].parts[0].location
     bench.store._pieces[location][0].view(torch.uint8)[0] ^= 1
-    before = [p.clone() for p in bench.generator._model.parameters()]
+    before = [p.clone() for p in bench.generator._model.tensors.values()]
     with pytest.raises(WeightsError, match="checksum"):
         bench.run(bench.generator.pull_weights(torn))
-    after = list(bench.generator._model.parameters())
+    after = list(bench.generator._model.tensors.values())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert bench.run(bench.generator.get_status()).version == ref.version
 
@@ -428,33 +427,34 @@ def test_a_cancelled_pull_ends_before_its_caller_goes_on(
     bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
     ref = bench.run(bench.trainer.push_weights())
     generator = bench.generator
-    old = [p.clone() for p in generator._model.parameters()]
-    reached = threading.Event()
+    old = [p.clone() for p in generator._model.tensors.values()]
+    reached, is_cancelled = threading.Event(), threading.Event()
     if moment == "reading":
         read = bench.store.reading
 
         @contextlib.asynccontextmanager
         async def slow_reading(*args: Any) -> AsyncIterator[Any]:
             reached.set()
-            await asyncio.sleep(0.05)
+            assert await asyncio.to_thread(is_cancelled.wait, A_HANG_S)
             async with read(*args) as reading:
                 yield reading
 
         monkeypatch.setattr(bench.store, "reading", slow_reading)
     else:
-        copy = VersionReading._verify_and_copy
+        copy = ArrivedWeights._copy
 
         def slow_copy(*args: Any) -> None:
             reached.set()
-            time.sleep(0.1)
+            assert is_cancelled.wait(A_HANG_S)
             copy(*args)
 
-        monkeypatch.setattr(VersionReading, "_verify_and_copy", slow_copy)
+        monkeypatch.setattr(ArrivedWeights, "_copy", slow_copy)
 
     async def cancel() -> None:
         pull = asyncio.create_task(generator.pull_weights(ref))
-        await asyncio.to_thread(reached.wait, 10)
+        assert await asyncio.to_thread(reached.wait, A_HANG_S)
         pull.cancel()
+        is_cancelled.set()
         with pytest.raises(asyncio.CancelledError):
             await pull
         # A request is answered by whatever is in use now, once it is there.
@@ -463,9 +463,38 @@ def test_a_cancelled_pull_ends_before_its_caller_goes_on(
     bench.run(cancel())
     assert bench.run(generator.get_status()).version == ref.version
     changed = [
-        not torch.equal(p, q) for p, q in zip(generator._model.parameters(), old, strict=True)
+        not torch.equal(p, q) for p, q in zip(generator._model.tensors.values(), old, strict=True)
     ]
     assert any(changed)
+
+
+def test_generating_goes_on_while_a_pull_fetches_and_verifies(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetching once held the generator's turn, so that it stood still for seconds per update."""
+    bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    ref = bench.run(bench.trainer.push_weights())
+    reached, has_generated = threading.Event(), threading.Event()
+    verify = manifests.require_checksums
+
+    def slow_verify(*args: Any) -> None:
+        reached.set()
+        assert has_generated.wait(A_HANG_S)
+        verify(*args)
+
+    monkeypatch.setattr(reading, "require_checksums", slow_verify)
+    sampling = SamplingParams(max_completion_tokens=1)
+
+    async def generate_meanwhile() -> list[int]:
+        pull = asyncio.create_task(bench.generator.pull_weights(ref))
+        assert await asyncio.to_thread(reached.wait, A_HANG_S)
+        [[before]] = await bench.generator.generate(["3,7:"], sampling)
+        has_generated.set()
+        await pull
+        [[after]] = await bench.generator.generate(["3,7:"], sampling)
+        return [before.policy_version, after.policy_version]
+
+    assert bench.run(generate_meanwhile()) == [0, 1]
 
 
 def test_published_weights_do_not_alias_live_ones(bench: Bench) -> None:

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apps.bench.measure import Row, ratios
-from forge_trainer.config.schema import TinyModelConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TinyModelConfig, TrainerConfig
 from forge_trainer.hf import create_tiny_model
 from forge_trainer.types import SaveRequest, World
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from apps.bench.measure import Measure, Row, Spread, interleaved, ratios
 from apps.bench.suites.step import both_trainers
-from forge_trainer.config.schema import TinyModelConfig
+from forge_trainer.config import TinyModelConfig
 
 ROUNDS = 200
 

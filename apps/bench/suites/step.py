@@ -11,8 +11,13 @@ from pathlib import Path
 import torch
 
 from apps.bench.measure import Measure, Row, interleaved, ratios
-from forge_trainer.config.schema import GeneratorConfig, TinyModelConfig, WeightsConfig
-from forge_trainer.config.trainer import PackingConfig, TrainerConfig
+from forge_trainer.config import (
+    GeneratorConfig,
+    PackingConfig,
+    TinyModelConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.hf import create_tiny_model
 from forge_trainer.processes.lifecycle import running_services

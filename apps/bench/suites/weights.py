@@ -22,8 +22,7 @@ from torch import Tensor
 
 from apps.bench.measure import Measure, Row, Spread, interleaved, ratios
 from apps.bench.sharded import SETS_FILE
-from forge_trainer.config.schema import GeneratorConfig, TinyModelConfig, WeightsConfig
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import GeneratorConfig, TinyModelConfig, TrainerConfig, WeightsConfig
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.functional.pieces.manifests import build_manifest
 from forge_trainer.hf import create_tiny_model

@@ -20,7 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge_trainer.engine.checkpoint.files import (
+from forge_trainer.errors import CheckpointError
+from forge_trainer.types import CheckpointInfo, SaveRequest
+
+from .files import (
     Marker,
     flush_to_disk,
     hash_file,
@@ -29,11 +32,9 @@ from forge_trainer.engine.checkpoint.files import (
     verify_files,
     write_marker,
 )
-from forge_trainer.engine.checkpoint.random_state import random_state, set_random_state
-from forge_trainer.engine.checkpoint.staging import Staging, State
-from forge_trainer.engine.checkpoint.together import RankGroup
-from forge_trainer.errors import CheckpointError
-from forge_trainer.types import CheckpointInfo, SaveRequest
+from .random_state import random_state, set_random_state
+from .staging import Staging, State
+from .together import RankGroup
 
 RANDOM = "random"
 """Key of the random states by rank."""

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forge_trainer.engine.checkpoint.files import MARKER
-from forge_trainer.engine.checkpoint.together import RankGroup
 from forge_trainer.errors import CheckpointError
+
+from .files import MARKER
+from .together import RankGroup
 
 MAX_FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"

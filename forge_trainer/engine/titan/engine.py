@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torchtitan.distributed import ParallelDims
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
 from forge_trainer.engine.checkpoint.export import HfWriter
 from forge_trainer.engine.checkpoint.random_state import seed_everything

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.components.quantization import Float8LinearConverter
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 
 NOT_CONVERTED = ["lm_head"]
 """Its product is computed in chunks by `functional.logprobs`."""

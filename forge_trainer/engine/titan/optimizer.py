@@ -10,7 +10,7 @@ from torchtitan.components.optimizer import (
 )
 from torchtitan.models.common.decoder import Decoder
 
-from forge_trainer.config.trainer import LRScheduleConfig, OptimizerConfig
+from forge_trainer.config import LRScheduleConfig, OptimizerConfig
 
 CONSTANT_SCHEDULE_STEPS = 2**31
 """Length given to TorchTitan for a schedule without an end; it asserts past its last step."""

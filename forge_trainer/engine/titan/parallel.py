@@ -22,7 +22,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from forge_trainer.config.trainer import TrainerConfig
+from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.logprobs import LogprobOptions, VocabShard, token_logprobs
 from forge_trainer.hf import load_weights

@@ -12,14 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from forge_trainer.functional.losses.tokens import (
+from forge_trainer.metrics import Metric
+from forge_trainer.types import LossOutput, TrainBatch
+
+from .tokens import (
     document_means,
     log_ratio,
     token_mean,
     weighted_sum,
 )
-from forge_trainer.metrics import Metric
-from forge_trainer.types import LossOutput, TrainBatch
 
 
 def cross_entropy(logprobs_BT: Float[Tensor, "B T"], batch: TrainBatch) -> LossOutput:

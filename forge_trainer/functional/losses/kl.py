@@ -17,8 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from forge_trainer.functional.losses.tokens import log_ratio
 from forge_trainer.types import TrainBatch
+
+from .tokens import log_ratio
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.losses import catalogue as losses
-from forge_trainer.functional.losses.kl import KL_ESTIMATORS, kl_to_reference
-from forge_trainer.functional.losses.tokens import token_mean, weighted_sum
 from forge_trainer.types import LossFn, LossOutput, TrainBatch
+
+from .kl import KL_ESTIMATORS, kl_to_reference
+from .tokens import token_mean, weighted_sum
 
 _ADVANTAGES = ("advantages",)
 _RATIO = ("advantages", "generator_logprobs")

@@ -10,7 +10,6 @@ import xxhash
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
-from forge_trainer.functional.pieces.rectangles import any_overlap
 from forge_trainer.pieces import (
     Layout,
     Manifest,
@@ -23,6 +22,8 @@ from forge_trainer.pieces import (
     WeightsVersion,
     dtype_name,
 )
+
+from .rectangles import any_overlap
 
 SAMPLED = 8
 """With `verify: sample`, one in so many tensors of a version is verified."""

@@ -17,16 +17,13 @@ import fcntl
 import os
 import pickle
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
-
-from torch import Tensor
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.pieces import (
     Layout,
     Manifest,
-    PieceAddress,
     RankPieces,
     StagedPieces,
     Verify,
@@ -35,9 +32,11 @@ from forge_trainer.pieces import (
 )
 from forge_trainer.weights.keys import missing, published_already, version_of
 from forge_trainer.weights.reading import Plans, VersionReading
-from forge_trainer.weights.shared_memory.folder import LEASES, MANIFESTS, SEGMENTS, can_lock, hold
-from forge_trainer.weights.shared_memory.segments import Segment, packed_bytes
 from forge_trainer.weights.staging import PieceCopier, sources_of
+
+from .folder import LEASES, MANIFESTS, SEGMENTS, can_lock, hold
+from .segments import Segment, packed_bytes
+from .source import SegmentSource, place, places
 
 
 class SharedMemoryWeightStore:
@@ -123,7 +122,7 @@ class SharedMemoryWeightStore:
         self._copier.copy(staged, segment.blocks(staged.layout))
 
     def _segment_at(self, location: str) -> Segment:
-        name, _ = _place(location)
+        name, _ = place(location)
         return next(segment for segment in self._own if segment.path.name == name)
 
     async def write(self, staged: StagedPieces) -> RankPieces:
@@ -136,7 +135,7 @@ class SharedMemoryWeightStore:
 
     def _free(self, location: str) -> None:
         """Let a segment be used again, or remove one of a publisher that is gone."""
-        name, generation = _place(location)
+        name, generation = place(location)
         with contextlib.suppress(FileNotFoundError):
             if name in self._inherited:
                 (self._segments / name).unlink()
@@ -196,17 +195,17 @@ class SharedMemoryWeightStore:
             return None
         return manifest
 
-    def _map_segments(self, manifest: Manifest) -> _Segments:
+    def _map_segments(self, manifest: Manifest) -> SegmentSource:
         """Mappings are kept for later versions, which use the same files."""
-        places = _places(manifest)
-        wanted = {name for name, _ in places}
+        named = places(manifest)
+        wanted = {name for name, _ in named}
         for name in [name for name in self._mapped if name not in wanted]:
             if not (self._segments / name).exists():
                 del self._mapped[name]
         with self._failures(f"weights {manifest.version}: cannot be read"):
             for name in wanted - self._mapped.keys():
                 self._mapped[name] = Segment(self._segments / name)
-        return _Segments(manifest, [(self._mapped[name], gen) for name, gen in places])
+        return SegmentSource(manifest, [(self._mapped[name], gen) for name, gen in named])
 
     async def num_readers(self) -> int:
         with self._failures("the leases on weights cannot be listed"):
@@ -232,7 +231,7 @@ class SharedMemoryWeightStore:
     async def clean(self) -> list[WeightsVersion]:
         held = await self.versions()
         manifests = [self._read_manifest(version) for version in held]
-        named = {name for one in manifests if one is not None for name, _ in _places(one)}
+        named = {name for one in manifests if one is not None for name, _ in places(one)}
         for path in self._segments.iterdir():
             if path.name in named:
                 self._inherited.add(path.name)
@@ -246,43 +245,6 @@ class SharedMemoryWeightStore:
                 lease.unlink(missing_ok=True)
         # Who reads a hidden version has its segments mapped: they may lose their names.
         return []
-
-
-class _Segments:
-    """Keeps `PieceSource`."""
-
-    def __init__(self, manifest: Manifest, segments: list[tuple[Segment, int]]) -> None:
-        self._manifest = manifest
-        self._segments = segments
-
-    async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
-        self.require_unchanged()
-        views = [
-            segment.views(Layout.decode(part.layout))
-            for part, (segment, _) in zip(self._manifest.parts, self._segments, strict=True)
-        ]
-        return [views[piece.part][piece.index] for piece in pieces]
-
-    def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
-        """They are the store's own."""
-
-    def require_unchanged(self) -> None:
-        for segment, generation in self._segments:
-            if segment.generation != generation:
-                raise WeightsError(
-                    f"weights {self._manifest.version}: segment {segment.path.name} was used again "
-                    f"(generation {segment.generation}, the manifest says {generation})"
-                )
-
-
-def _places(manifest: Manifest) -> list[tuple[str, int]]:
-    """(file name, generation) of the segment of every part."""
-    return [_place(part.location) for part in manifest.parts]
-
-
-def _place(location: str) -> tuple[str, int]:
-    name, generation = location.split(":")
-    return name, int(generation)
 
 
 def _is_locked(path: Path) -> bool:

@@ -11,18 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 from torch import Tensor
 
-from forge_trainer.errors import WeightsError
-from forge_trainer.functional.pieces.manifests import require_layout
 from forge_trainer.pieces import (
     Layout,
     Manifest,
-    PieceAddress,
-    PieceRecord,
     RankPieces,
     StagedPieces,
     Verify,
@@ -40,12 +36,10 @@ from forge_trainer.weights.keys import (
 )
 from forge_trainer.weights.reading import Plans, VersionReading
 from forge_trainer.weights.staging import HostBuffers, PieceCopier, SpareBuffers, sources_of
-from forge_trainer.weights.torchstore.leases import LeaseWatch, lease
 
-MAX_CONCURRENT_CALLS = 32
-"""Each put or get is a call of its own; beyond a few in flight nothing gets faster."""
-
-T = TypeVar("T")
+from .calls import bounded_gather, store_failures
+from .leases import LeaseWatch, lease
+from .source import KeySource
 
 
 class TorchStoreWeightStore:
@@ -72,23 +66,8 @@ class TorchStoreWeightStore:
         with self._failures("cannot be reached"):
             return await torchstore.client(self._store_name)
 
-    @contextlib.contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
-        """What Monarch and torchstore raise, as the project's error."""
-        try:
-            yield
-        except (WeightsError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            # torchstore puts whatever fails in locating into the text of a KeyError.
-            cause = (isinstance(error, KeyError) and error.__cause__) or error
-            # The last line says it; of a missing key that is a list of all keys.
-            reason = str(cause).strip().splitlines() or [""]
-            raise WeightsError(
-                f"{what}: the weight store {self._store_name!r} failed: {type(cause).__name__}: "
-                f"{reason[-1][:200]}; if its process is gone, start a new one "
-                "(`Services.restart_store`)"
-            ) from error
+    def _failures(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return store_failures(self._store_name, what)
 
     # Publishing
 
@@ -121,7 +100,7 @@ class TorchStoreWeightStore:
 
         names = [record.name for record in staged.layout.records]
         with self._failures(f"weights {staged.version}: cannot be written"):
-            await _bounded_gather(put, list(zip(names, staged.copies, strict=True)))
+            await bounded_gather(put, list(zip(names, staged.copies, strict=True)))
         return staged.written
 
     async def abandon(self, staged: StagedPieces) -> None:
@@ -153,7 +132,7 @@ class TorchStoreWeightStore:
             async with self._lease(client, wanted):
                 manifest = await self._read_manifest(client, wanted)
                 if manifest is not None:
-                    keys = _Keys(client, manifest, self._spare, self._failures)
+                    keys = KeySource(client, manifest, self._spare, self._failures)
                     yield VersionReading(manifest, keys, self._plans)
                     return
             if version is not None:
@@ -209,91 +188,8 @@ class TorchStoreWeightStore:
     async def _delete_all(self, prefix: str) -> None:
         client = await self.client()
         with self._failures(f"{prefix} cannot be deleted"):
-            await _bounded_gather(client.delete, await client.keys(prefix))
+            await bounded_gather(client.delete, await client.keys(prefix))
 
     def close(self) -> None:
         """Let go of what was kept for the next version."""
         self._plans, self._buffers, self._spare = Plans(), HostBuffers(), SpareBuffers()
-
-
-class _Keys:
-    """Keeps `PieceSource`."""
-
-    def __init__(
-        self,
-        client: Any,
-        manifest: Manifest,
-        buffers: SpareBuffers,
-        failures: Callable[[str], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self._client = client
-        self._manifest = manifest
-        self._buffers = buffers
-        self._failures = failures
-
-    async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
-        from torchstore.transport import Request
-
-        any_tensor = Request.from_any(None)
-        one_of_each = {piece.part: piece for piece in pieces}
-        found = await _bounded_gather(self._volume_of, list(one_of_each.values()))
-        volumes = dict(zip(one_of_each, found, strict=True))
-
-        async def get(item: tuple[PieceAddress, Tensor]) -> Tensor:
-            piece, buffer = item
-            key = self._key(piece)
-            with self._failures(self._what(piece)):
-                data: Tensor = await volumes[piece.part].get_from_storage_volume(key, any_tensor)
-            require_layout(self._manifest, piece, data)
-            return buffer.copy_(data)
-
-        # What arrives is in fresh memory, and holding all of that would take longer than a copy.
-        buffers = self._buffers.take(_records(pieces))
-        return await _bounded_gather(get, list(zip(pieces, buffers, strict=True)))
-
-    async def _volume_of(self, piece: PieceAddress) -> Any:
-        """Where a piece lies, and so all that its rank wrote.
-
-        The client's own `get` asks for that twice per key, which is two of its three calls.
-        """
-        from torchstore.transport import Pipe
-
-        with self._failures(self._what(piece)):
-            (volume, *_) = await self._client._locate_volumes(self._key(piece))
-        return Pipe(self._client.strategy.get_storage_volume(volume))
-
-    def _key(self, piece: PieceAddress) -> str:
-        return f"{self._manifest.parts[piece.part].location}.{piece.record.name}"
-
-    def _what(self, piece: PieceAddress) -> str:
-        record = piece.record
-        version = self._manifest.version
-        return f"weights {version}: cannot read the piece of {record.name} at {record.offsets}"
-
-    def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
-        self._buffers.give_back(_records(pieces), fetched)
-
-    def require_unchanged(self) -> None:
-        """What arrived is this process's own."""
-
-
-def _records(pieces: Sequence[PieceAddress]) -> tuple[PieceRecord, ...]:
-    return tuple(piece.record for piece in pieces)
-
-
-async def _bounded_gather(function: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
-    """The results in order, with at most MAX_CONCURRENT_CALLS running at once."""
-    slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-
-    async def run(item: Any) -> T:
-        async with slots:
-            return await function(item)
-
-    tasks = [asyncio.ensure_future(run(item)) for item in items]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        # After a failure, too, nothing goes on behind the caller's back.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

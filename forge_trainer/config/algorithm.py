@@ -1,0 +1,59 @@
+"""What is learned: the task, the loss, and how batches are made."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from .section import Section
+
+
+class TaskConfig(Section):
+    """Where prompts come from and how completions are judged."""
+
+    name: str = "larger_digit"
+    """`larger_digit`, or `reasoning_gym/<dataset>` such as `reasoning_gym/chain_sum`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the task, e.g. min_terms for reasoning_gym/chain_sum."""
+    reward: str | None = None
+    """A reward's name or "package.module:function"; None takes the task's own."""
+
+
+class AlgorithmConfig(Section):
+    loss: Literal[
+        "importance_sampling", "reinforce", "ppo", "grpo", "dapo", "cispo", "gspo", "dro"
+    ] = "grpo"
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt; a group of one has no advantage."""
+    groups_per_step: PositiveInt = 32
+    """Prompts per rollout batch."""
+    epochs: PositiveInt = 1
+    """How often a rollout batch is trained on."""
+    minibatches: PositiveInt = 1
+    """Parts that an epoch's episodes are dealt to at random; each makes one optimizer update."""
+    divide_by_std: bool = True
+    """GRPO's division by the group's standard deviation; False is Dr. GRPO."""
+    normalize: Literal["tokens", "sequences"] = "tokens"
+    """Mean over all target tokens, or over sequences of each sequence's own mean."""
+    max_policy_age: Annotated[int, Field(ge=0)] = 0
+    """Updates a completion's weights may be behind when training on its batch begins; 0 is
+    on-policy, but for later epochs and minibatches of the same batch."""
+
+    @property
+    def episodes_per_batch(self) -> int:
+        return self.group_size * self.groups_per_step
+
+    @property
+    def updates_per_batch(self) -> int:
+        return self.epochs * self.minibatches
+
+    @model_validator(mode="after")
+    def minibatches_are_of_one_size(self) -> Self:
+        if self.episodes_per_batch % self.minibatches:
+            raise ValueError(
+                f"minibatches={self.minibatches} cannot share groups_per_step * group_size = "
+                f"{self.episodes_per_batch} episodes evenly"
+            )
+        return self

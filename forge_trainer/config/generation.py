@@ -1,0 +1,22 @@
+"""What completes prompts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from .section import Section
+
+
+class GeneratorConfig(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """What it runs in; None takes weights.dtype, and nothing else can be pulled."""
+    max_prompt_tokens: PositiveInt = 128
+    max_completion_tokens: PositiveInt = 16
+    temperature: PositiveFloat = 1.0
+    batch_size: PositiveInt = 256
+    """Completions sampled at one time."""
+    cpu_threads: PositiveInt = 1
+    """Threads of the generator's computations on the CPU."""
