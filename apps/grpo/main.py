@@ -67,8 +67,8 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
     from forge_trainer.reporting.files import write_facts
     from forge_trainer.run.pipeline import Pipeline
     from forge_trainer.run.rollout import run_rollout
-    from forge_trainer.run.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE
-    from forge_trainer.run.training import Models, TrainPlan, run_training
+    from forge_trainer.run.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE, FINAL_FOLDER
+    from forge_trainer.run.training import Models, TrainPlan, leave_model, run_training
     from forge_trainer.tasks import run_with_background
     from forge_trainer.types import SamplingParams
 
@@ -115,6 +115,8 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
             models = Models(services.trainer, services.generator, services.reference)
             training = run_training(models, pipeline, reporter, plan)
             await run_with_background(training, rollout)
+            if config.run.export:
+                await leave_model(services.trainer, folder / FINAL_FOLDER)
     finally:
         reporter.close()
 
@@ -124,7 +126,12 @@ def make_reporter(config: GrpoConfig, folder: Path) -> Reporter:
     from forge_trainer.reporting import Reporter, Sink
     from forge_trainer.reporting.console import ConsoleSink, SummarySink
     from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
-    from forge_trainer.run.run_folder import METRICS_FILE, ROLLOUTS_FILE, TENSORBOARD_FOLDER
+    from forge_trainer.run.run_folder import (
+        FINAL_FOLDER,
+        METRICS_FILE,
+        ROLLOUTS_FILE,
+        TENSORBOARD_FOLDER,
+    )
 
     sinks: list[Sink] = [
         MetricsFile(folder / METRICS_FILE),
@@ -133,7 +140,7 @@ def make_reporter(config: GrpoConfig, folder: Path) -> Reporter:
     if config.reporting.tensorboard:
         sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER))
     if config.reporting.console:
-        sinks += [SummarySink(str(folder)), ConsoleSink(steps=config.run.steps)]
+        sinks += [SummarySink(folder, folder / FINAL_FOLDER), ConsoleSink(steps=config.run.steps)]
     return Reporter(sinks)
 
 

@@ -24,6 +24,8 @@ class RunConfig(Section):
     steps: PositiveInt
     """Optimizer updates."""
     seed: int = 0
+    export: bool = True
+    """Write the trained model at the end, as a Hugging Face directory `final` in the run folder."""
 
 
 class ReportingConfig(Section):
@@ -95,7 +97,7 @@ class GrpoConfig(Section):
         if asked and not trainer.checkpoint_interval:
             raise ValueError(
                 "trainer.async_checkpoints and trainer.keep_checkpoints need "
-                "trainer.checkpoint_interval; without it, no checkpoint is made"
+                "trainer.checkpoint_interval; without it, the last step alone is saved"
             )
         return self
 

@@ -80,7 +80,7 @@ class TrainerConfig(Section):
     checkpoint_folder: str | None = None
     """Where `save(name)` writes; None is `checkpoints` in the run folder."""
     checkpoint_interval: Annotated[int, Field(ge=0)] = 0
-    """Save every so many steps; 0 never."""
+    """Save every so many steps; the last step of a run is saved always."""
     async_checkpoints: bool = False
     """Copy the state when a checkpoint is due, and write it beside the next steps."""
     checkpoint_timeout_s: PositiveFloat = 1800.0

@@ -94,7 +94,7 @@ def check_checkpoint_folder(trainer: TrainerConfig) -> None:
         ConfigError: it does, so that saving would fail in mid-run.
     """
     folder = trainer.checkpoint_folder
-    if trainer.checkpoint_interval and folder and any(Path(folder).glob("step-*")):
+    if folder and any(Path(folder).glob("step-*")):
         raise ConfigError(
             f"trainer.checkpoint_folder: {folder} holds checkpoints already; choose another folder"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -62,8 +63,10 @@ class ConsoleSink:
 class SummarySink:
     """Remembers the first and the last steps, and prints them as a table."""
 
-    def __init__(self, run_folder: str) -> None:
+    def __init__(self, run_folder: Path, model_folder: Path) -> None:
+        """`model_folder` is told of if the run has made it."""
         self._run_folder = run_folder
+        self._model_folder = model_folder
         self._first: list[Mapping[str, float]] = []
         self._last: deque[Mapping[str, float]] = deque(maxlen=SUMMARY_STEPS)
         self._num_steps = 0
@@ -86,6 +89,8 @@ class SummarySink:
         console = Console()
         console.print(table)
         console.print(f"run folder: {self._run_folder}", soft_wrap=True, highlight=False)
+        if self._model_folder.is_dir():
+            console.print(f"trained model: {self._model_folder}", soft_wrap=True, highlight=False)
 
 
 def describe(row: Mapping[str, float]) -> str:

@@ -18,6 +18,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 """A model made on the fly."""
+FINAL_FOLDER = "final"
+"""The trained model, as a Hugging Face directory."""
 CONTENTS = (
     FACTS_FILE,
     METRICS_FILE,
@@ -25,6 +27,7 @@ CONTENTS = (
     TENSORBOARD_FOLDER,
     CHECKPOINTS_FOLDER,
     MODEL_FOLDER,
+    FINAL_FOLDER,
     CONFIG_FILE,
 )
 """All that a run writes, and all that --overwrite deletes."""

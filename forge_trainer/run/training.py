@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from forge_trainer.config import AlgorithmConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
@@ -29,7 +30,7 @@ class TrainPlan:
     """Updates to make."""
     algorithm: AlgorithmConfig
     checkpoint_interval: int
-    """Save every so many steps; 0 never."""
+    """Save every so many steps; the last one always."""
     async_checkpoints: bool = False
     seed: int = 0
     """Of the minibatches."""
@@ -53,10 +54,11 @@ async def run_training(
     A batch makes `updates_per_batch` updates. Stopped by having made `plan.steps`; one whose
     gradient was not finite and was skipped counts. Weights travel beside the next batch, one
     version at a time, and a batch is reported once its weights have arrived. Returns once the last
-    weights have, and the last checkpoint is complete.
+    weights have, and the checkpoint of the last step is complete.
     """
     trainer = models.trainer
     step = 0
+    saved: int | None = None
     async with first_error() as syncing:
         last: asyncio.Task[None] | None = None
         for index in range(plan.steps // plan.algorithm.updates_per_batch):
@@ -73,11 +75,23 @@ async def run_training(
                 before // plan.checkpoint_interval
             ):
                 await trainer.save(wait=not plan.async_checkpoints)
+                saved = step
             row["time/step_s"] = time.perf_counter() - start
             row["trainer/tokens_per_s"] = _num_tokens(groups) / row["time/step_s"]
             finishing = _finish_batch(models, pipeline, reporter, staged, (groups, results, row))
             last = syncing.create_task(finishing, name=f"sync {step}")
     await trainer.wait_for_save()
+    if saved != step:
+        await trainer.save()
+
+
+async def leave_model(trainer: Trainer, folder: Path) -> None:
+    """Write the trained model to `folder`, a Hugging Face directory that transformers loads.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    await trainer.save(path=str(folder), format="hf")
 
 
 async def _train_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forge_trainer.config import GrpoConfig
+from forge_trainer.config import GrpoConfig, TrainerConfig
 from forge_trainer.config.load import load_config
+from forge_trainer.run.weight_sources import read_checkpoint
 from tests.e2e.apps import TINY, RunningApp, read_rows, run_app
 
 APP = "apps.grpo.main"
@@ -51,7 +55,7 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     code, out, err = run_app(APP, *options)
     assert (code, err) == (0, ""), err
     assert re.search(r"step 4/4 .*reward .*loss .*tok/s .*sync .*left", out)
-    assert f"run folder: {folder}" in out
+    assert f"run folder: {folder}\ntrained model: {folder / 'final'}" in out
 
     rows = read_rows(folder / "metrics.jsonl")
     wanted = [(1, 0), (2, 1), (3, 2), (4, 3)]
@@ -67,11 +71,32 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     facts = json.loads((folder / "trainer.json").read_text())
     assert [rank["coordinates"]["dp"] for rank in facts["ranks"]] == [0, 1]
     assert load_config(GrpoConfig, folder / "run_config.yaml").run.steps == 4
+    _require_trained_model(folder)
 
     code, _, err = run_app(APP, *options)
     assert code == 2
     assert "holds an earlier run; give --overwrite" in err
     assert read_rows(folder / "metrics.jsonl") == rows
+
+
+def _require_trained_model(folder: Path) -> None:
+    """transformers loads it as it is, it has changed, and it is what the last checkpoint holds."""
+    made = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+    assert made.keys() == trained.keys()
+    assert any(not torch.equal(made[name], trained[name]) for name in made)
+    prompt = AutoTokenizer.from_pretrained(folder / "final").encode("3,7:")
+    assert prompt == AutoTokenizer.from_pretrained(folder / "model").encode("3,7:")
+    config = TrainerConfig(trainable=False, device="cpu")
+    tensors = asyncio.run(
+        read_checkpoint(
+            folder / "checkpoints" / "step-4",
+            model_dir=folder / "model",
+            trainer=config,
+            dtype=torch.float32,
+        )
+    )
+    assert all(torch.equal(trained[name], tensor) for name, (tensor, _) in tensors.items())
 
 
 def test_a_reference_model_and_several_updates_per_batch(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> N
 
 
 def test_the_summary_compares_first_and_last_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = SummarySink("runs/x")
+    sink = SummarySink(Path("runs/x"), Path("runs/x/final"))
     for step in range(30):
         sink.write_step({"step": step, "reward/mean": step / 10}, [])
     sink.close()

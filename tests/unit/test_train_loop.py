@@ -70,7 +70,7 @@ class FakeTrainer:
         if self.push_error is not None:
             raise self.push_error
 
-    async def save(self, *, wait: bool) -> None:
+    async def save(self, *, wait: bool = True) -> None:
         self.saved.append((self.step, wait))
 
     async def wait_for_save(self) -> None:
@@ -163,6 +163,15 @@ def test_checkpoints_are_due_when_an_interval_has_passed() -> None:
     _run(TrainPlan(12, algorithm, checkpoint_interval=4, async_checkpoints=True), trainer)
     assert trainer.saved == [(6, False), (9, False), (12, False)]
     assert trainer.waited == 1
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(0, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_the_last_step_is_always_saved_once(interval: int, saved: list[int]) -> None:
+    """A run without an interval ended with its weights gone."""
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1)
+    trainer = FakeTrainer()
+    _run(TrainPlan(5, algorithm, checkpoint_interval=interval), trainer)
+    assert trainer.saved == [(step, True) for step in saved]
 
 
 def test_skipped_updates_push_nothing_and_save_nothing() -> None:
