@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from forge_trainer.errors import (
     WeightsError,
 )
 from forge_trainer.functional.losses.objective import make_loss
+from forge_trainer.functional.packing import RankRows
 from forge_trainer.pieces import RankPieces, StagedPieces, StagedWeights, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus
@@ -40,7 +41,6 @@ from forge_trainer.types import (
     OptimParams,
     OptimStepResult,
     SaveRequest,
-    TrainBatch,
     World,
 )
 
@@ -84,18 +84,16 @@ class Worker:
         require_memory_snapshots(self._config.profiling, facts.device)
         return facts
 
-    async def forward(
-        self, batches: Sequence[TrainBatch], with_entropy: bool
-    ) -> list[MicrobatchOutput]:
+    async def forward(self, rows: RankRows, with_entropy: bool) -> list[MicrobatchOutput]:
         def forward() -> list[MicrobatchOutput]:
             self._begin_step()
-            return self._engine.forward(batches, with_entropy=with_entropy)
+            return self._engine.forward(rows.batches(), with_entropy=with_entropy)
 
         return await self._run("forward", forward)
 
     async def forward_backward(
         self,
-        batches: Sequence[TrainBatch],
+        rows: RankRows,
         loss: str | LossFn,
         loss_config: Mapping[str, Any] | None,
         return_logprobs: bool,
@@ -104,7 +102,9 @@ class Worker:
 
         def forward_backward() -> EngineForwardBackward:
             self._begin_step()
-            return self._engine.forward_backward(batches, loss_fn, return_logprobs=return_logprobs)
+            return self._engine.forward_backward(
+                rows.batches(), loss_fn, return_logprobs=return_logprobs
+            )
 
         return await self._run("forward_backward", forward_backward)
 

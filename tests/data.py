@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from forge_trainer.types import TrainSequence
 
@@ -30,3 +34,8 @@ def random_sequences(
             )
         )
     return sequences
+
+
+def same_numbers(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """True if two lists of arrays hold the same numbers."""
+    return len(left) == len(right) and all(map(np.array_equal, left, right))

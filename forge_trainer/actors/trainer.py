@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
 from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.errors import EngineError
+from forge_trainer.functional.packing import RankRows
 from forge_trainer.pieces import RankPieces, StagedWeights, StoreAddress, WeightsVersion
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus
 from forge_trainer.types import (
@@ -23,7 +24,6 @@ from forge_trainer.types import (
     OptimParams,
     OptimStepResult,
     SaveRequest,
-    TrainBatch,
     World,
 )
 from forge_trainer.weights.stores import open_store
@@ -72,22 +72,22 @@ class TitanTrainer(Actor):
 
     @concurrent_endpoint
     async def forward(
-        self, ticket: CallTicket, batches: Sequence[TrainBatch], with_entropy: bool
+        self, ticket: CallTicket, rows: RankRows, with_entropy: bool
     ) -> list[MicrobatchOutput]:
         self._take_turn(ticket)
-        return await self._worker.forward(batches, with_entropy)
+        return await self._worker.forward(rows, with_entropy)
 
     @concurrent_endpoint
     async def forward_backward(
         self,
         ticket: CallTicket,
-        batches: Sequence[TrainBatch],
+        rows: RankRows,
         loss: str | LossFn,
         loss_config: Mapping[str, Any] | None,
         return_logprobs: bool,
     ) -> EngineForwardBackward:
         self._take_turn(ticket)
-        return await self._worker.forward_backward(batches, loss, loss_config, return_logprobs)
+        return await self._worker.forward_backward(rows, loss, loss_config, return_logprobs)
 
     @concurrent_endpoint
     async def optim_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
 from forge_trainer.functional.losses.objective import make_loss, required_fields
 from forge_trainer.functional.packing import (
-    PackedCall,
     PackingPlan,
-    pack_sequences,
+    Placement,
+    RankRows,
     unpack_values,
 )
-from forge_trainer.functional.validation import validate_sequences
+from forge_trainer.functional.validation import pack_valid
 from forge_trainer.metrics import Sum, merge_metrics
 from forge_trainer.status import EngineFacts
 from forge_trainer.types import (
@@ -35,10 +36,20 @@ GPU_FLEX_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
+class DealtCall:
+    """Validated sequences on their way to the ranks."""
+
+    rows: list[RankRows]
+    """By data-parallel rank."""
+    placements: list[Placement]
+    """Where each sequence went."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedCall:
     """A forward_backward call that has passed every check."""
 
-    packed: PackedCall
+    dealt: DealtCall
     loss: str | LossFn
     loss_config: Mapping[str, Any] | None
     return_logprobs: bool
@@ -59,24 +70,34 @@ class BatchDealer:
             pack=trainer.packing.enabled,
             pad_multiple=math.lcm(GPU_FLEX_BLOCK if on_gpu else 1, trainer.parallel.tensor),
             row_multiple=trainer.parallel.num_pipeline_microbatches,
+            # Flex attention is always compiled.
+            steady_shapes=on_gpu or "model" in trainer.compile,
         )
 
-    def pack(self, sequences: Sequence[TrainSequence], required: Sequence[str] = ()) -> PackedCall:
-        """Microbatches for every data-parallel rank.
+    async def pack(
+        self, sequences: Sequence[TrainSequence], required: Sequence[str] = ()
+    ) -> DealtCall:
+        """Microbatches for every data-parallel rank; made on a thread, as millions of tokens take
+        a while.
 
         Raises:
             DataError: see `validate_sequences`.
         """
+        return await asyncio.to_thread(self._pack, sequences, required)
+
+    def _pack(self, sequences: Sequence[TrainSequence], required: Sequence[str]) -> DealtCall:
         facts = self._facts[0]
-        validate_sequences(
+        packed = pack_valid(
             sequences,
+            dp_size=facts.dp_size,
+            plan=self._plan,
             vocab_size=facts.vocab_size,
             max_sequence_tokens=facts.max_sequence_tokens,
             required_fields=required,
         )
-        return pack_sequences(sequences, dp_size=facts.dp_size, plan=self._plan)
+        return DealtCall([self._ranks.portable(own) for own in packed.ranks], packed.placements)
 
-    def prepare(
+    async def prepare(
         self,
         sequences: Sequence[TrainSequence],
         loss: str | LossFn,
@@ -90,13 +111,13 @@ class BatchDealer:
             ConfigError: unknown loss or option. DataError: see `validate_sequences`.
         """
         make_loss(loss, loss_config)
-        packed = self.pack(sequences, required_fields(loss, loss_config))
-        return PreparedCall(packed, loss, loss_config, return_logprobs)
+        dealt = await self.pack(sequences, required_fields(loss, loss_config))
+        return PreparedCall(dealt, loss, loss_config, return_logprobs)
 
-    async def forward(self, packed: PackedCall, with_entropy: bool) -> ForwardResult:
+    async def forward(self, call: DealtCall, with_entropy: bool) -> ForwardResult:
         """Log-probs of all sequences, from all ranks."""
-        outputs = await self._call("forward", packed, with_entropy)
-        return merge_outputs(packed, outputs, with_entropy=with_entropy)
+        outputs = await self._call("forward", call, with_entropy)
+        return merge_outputs(call, outputs, with_entropy=with_entropy)
 
     async def forward_backward(self, call: PreparedCall) -> ForwardBackwardResult:
         """Let all ranks add their gradients; after an error, none of them keeps any.
@@ -106,9 +127,9 @@ class BatchDealer:
         """
         try:
             shares = await self._call(
-                "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
+                "forward_backward", call.dealt, call.loss, call.loss_config, call.return_logprobs
             )
-            return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+            return merge_shares(call.dealt, shares, return_logprobs=call.return_logprobs)
         except (WorkerLostError, DataError):
             # Lost, or not sent to any rank.
             raise
@@ -120,9 +141,9 @@ class BatchDealer:
                 f"{type(error).__name__}: {error}", phase="forward_backward"
             ) from error
 
-    async def _call(self, method: str, packed: PackedCall, *args: Any) -> list[Any]:
-        """Give every rank the microbatches of its data-parallel rank; see `one_per_dp_rank`."""
-        own = [(packed.batches[fact.dp_rank], *args) for fact in self._facts]
+    async def _call(self, method: str, call: DealtCall, *args: Any) -> list[Any]:
+        """Give every rank the rows of its data-parallel rank; see `one_per_dp_rank`."""
+        own = [(call.rows[fact.dp_rank], *args) for fact in self._facts]
         return self.one_per_dp_rank(await self._ranks.call(method, own))
 
     def one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
@@ -133,26 +154,26 @@ class BatchDealer:
 
 
 def merge_outputs(
-    packed: PackedCall, outputs: Sequence[Sequence[MicrobatchOutput]], *, with_entropy: bool
+    call: DealtCall, outputs: Sequence[Sequence[MicrobatchOutput]], *, with_entropy: bool
 ) -> ForwardResult:
-    """One list of values per sequence, in the order in which the sequences were given."""
+    """One array of values per sequence, in the order in which the sequences were given."""
     logprobs = [[o.logprobs_BT for o in own] for own in outputs]
     entropies = [[o.entropies_BT for o in own if o.entropies_BT is not None] for own in outputs]
     return ForwardResult(
-        logprobs=unpack_values(packed.placements, logprobs),
-        entropies=unpack_values(packed.placements, entropies) if with_entropy else None,
+        logprobs=unpack_values(call.placements, logprobs),
+        entropies=unpack_values(call.placements, entropies) if with_entropy else None,
     )
 
 
 def merge_shares(
-    packed: PackedCall, shares: Sequence[EngineForwardBackward], *, return_logprobs: bool
+    call: DealtCall, shares: Sequence[EngineForwardBackward], *, return_logprobs: bool
 ) -> ForwardBackwardResult:
     """What all data-parallel ranks together have done."""
     metrics = merge_metrics(share.metrics for share in shares)
     metrics["loss/sum"] = Sum(sum(share.loss_sum for share in shares))
     logprobs = None
     if return_logprobs:
-        logprobs = unpack_values(packed.placements, [share.logprobs_BT for share in shares])
+        logprobs = unpack_values(call.placements, [share.logprobs_BT for share in shares])
     return ForwardBackwardResult(
         metrics=metrics,
         num_target_tokens=sum(share.num_target_tokens for share in shares),

@@ -59,9 +59,8 @@ class TrainerHandle:
         self, sequences: Sequence[TrainSequence], *, with_entropy: bool = False
     ) -> ForwardResult:
         """Log-probs of every token under the current weights; no gradients."""
-        return await self._turns.take(
-            self._batches.forward, self._batches.pack(sequences), with_entropy
-        )
+        packed = await self._batches.pack(sequences)
+        return await self._turns.take(self._batches.forward, packed, with_entropy)
 
     async def forward_backward(
         self,
@@ -77,7 +76,9 @@ class TrainerHandle:
             ConfigError: unknown loss or option. DataError: see `validate_sequences`.
             EngineError: the loss failed on a rank; everything accumulated is dropped.
         """
-        call = self._batches.prepare(sequences, loss, loss_config, return_logprobs=return_logprobs)
+        call = await self._batches.prepare(
+            sequences, loss, loss_config, return_logprobs=return_logprobs
+        )
         return await self._turns.take(self._batches.forward_backward, call)
 
     async def optim_step(
@@ -102,7 +103,9 @@ class TrainerHandle:
         If the update is refused, the gradient goes with it.
         """
         _require_normalize(normalize)
-        call = self._batches.prepare(sequences, loss, loss_config, return_logprobs=return_logprobs)
+        call = await self._batches.prepare(
+            sequences, loss, loss_config, return_logprobs=return_logprobs
+        )
 
         async def step() -> TrainStepResult:
             fb = await self._batches.forward_backward(call)

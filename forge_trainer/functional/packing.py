@@ -1,8 +1,12 @@
-"""Packing: the one border between ragged lists and tensors.
+"""Packing: the one border between ragged sequences and tensors.
 
 Sequences become rows of whole documents, rows become microbatches, and every data-parallel rank
 gets the same number of microbatches of one common shape [B, T]. Where rows run out, a rank gets
-padding rows with an all-zero mask, so that all ranks take part in every collective.
+padding rows with an all-zero mask, so that all ranks take part in every collective; there are
+fewer of them than microbatches.
+
+The controller only joins what it was given and says what goes where (`PackedRows`); a rank makes
+the tensors of that (`PackedRows.batches`).
 
 Example: lengths 5, 3, 4 with max_row_tokens 8 on 2 ranks
     rows [5+3], [4]  ->  rank 0: [[0 0 0 0 0 1 1 1]]   rank 1: [[2 2 2 2 - - - -]]   (document ids)
@@ -10,14 +14,24 @@ Example: lengths 5, 3, 4 with max_row_tokens 8 on 2 ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forge_trainer.errors import DataError
 from forge_trainer.types import PER_TOKEN_FIELDS, TrainBatch, TrainSequence
+
+from .columns import join_ids, join_mask, join_numbers, whole_or_float
+
+ROW_BUCKETS = 4
+"""Row lengths that occur without packing, where shapes are steady; each half of the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +40,16 @@ class PackingPlan:
 
     max_row_tokens: int
     rows_per_microbatch: int
+    """At most so many."""
     pack: bool = True
     """False: one sequence per row."""
     pad_multiple: int = 1
     """T is rounded up to a multiple of this."""
     row_multiple: int = 1
     """B is rounded up to a multiple of this."""
+    steady_shapes: bool = False
+    """True where a new shape is compiled anew: T is `max_row_tokens`, or without packing one of a
+    few, and B is at least 2, since a compiler treats 1 as another case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +63,92 @@ class Placement:
     length: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """What one data-parallel rank gets of a call: its tokens end to end, and where they belong."""
+
+    shape: tuple[int, int, int]
+    """Microbatches, B, T."""
+    indices: NDArray[np.int64]
+    """Of every sequence, its index in the call: the document ids."""
+    lengths: NDArray[np.int64]
+    """Of every sequence, its tokens."""
+    starts: NDArray[np.int64]
+    """Of every sequence, where its first token lies in the flattened shape."""
+    temperatures: NDArray[np.float32]
+    """Of every sequence."""
+    columns: Mapping[str, NDArray[Any]]
+    """`token_ids` (int32), `loss_mask` (bool), the fields that are given (float32)."""
+    extra: Mapping[str, NDArray[Any]]
+    """The sequences' own columns, float32 or int64."""
+
+    def batches(self) -> list[TrainBatch]:
+        """The microbatches, on the CPU."""
+        lengths = torch.from_numpy(self.lengths)
+        within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(
+            lengths
+        )
+        where = torch.from_numpy(self.starts).repeat_interleave(lengths) + within
+
+        def spread(values: Tensor, fill: int = 0) -> Tensor:
+            """Values by token as [microbatches, B, T]."""
+            flat = torch.full((int(np.prod(self.shape)),), fill, dtype=values.dtype)
+            flat[where] = values
+            return flat.view(self.shape)
+
+        def per_sequence(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).repeat_interleave(lengths)
+
+        columns = {name: torch.from_numpy(values) for name, values in self.columns.items()}
+        made = {
+            "token_ids_BT": spread(columns.pop("token_ids").long()),
+            "positions_BT": spread(within),
+            "document_ids_BT": spread(per_sequence(self.indices), -1),
+            "temperatures_BT": spread(per_sequence(self.temperatures), 1),
+            **{f"{name}_BT": spread(values) for name, values in columns.items()},
+        }
+        extra = {name: spread(torch.from_numpy(values)) for name, values in self.extra.items()}
+        return [
+            TrainBatch(
+                **{name: tensor[i] for name, tensor in made.items()},
+                extra={name: tensor[i] for name, tensor in extra.items()},
+            )
+            for i in range(self.shape[0])
+        ]
+
+
+class RankRows(Protocol):
+    """What a rank is sent of a call."""
+
+    def batches(self) -> list[TrainBatch]: ...
+
+
 @dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """`PackedRows` ready to travel: bytes are quick to send, whoever sends them."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> EncodedRows:
+        return cls(pickle.dumps(rows, protocol=5))
+
+    def batches(self) -> list[TrainBatch]:
+        rows: PackedRows = pickle.loads(self.data)
+        return rows.batches()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedCall:
-    batches: list[list[TrainBatch]]
-    """Indexed by data-parallel rank, then microbatch."""
+    ranks: list[PackedRows]
+    """Indexed by data-parallel rank."""
     placements: list[Placement]
     """Indexed by sequence."""
+
+    @property
+    def batches(self) -> list[list[TrainBatch]]:
+        """Indexed by data-parallel rank, then microbatch."""
+        return [rows.batches() for rows in self.ranks]
 
 
 def pack_sequences(
@@ -60,30 +158,51 @@ def pack_sequences(
 
     Raises:
         DataError: a sequence is longer than a row.
+        ValueError, TypeError, KeyError: sequences that `validate_sequences` refuses.
     """
-    rows = _fill_rows([len(s) for s in sequences], plan)
-    rows_per_rank = -(-len(rows) // dp_size)
-    B = _round_up(min(plan.rows_per_microbatch, rows_per_rank), plan.row_multiple)
-    num_microbatches = -(-rows_per_rank // B)
-    longest = max(sum(len(sequences[i]) for i in row) for row in rows)
-    T = _round_up(longest, plan.pad_multiple)
-
-    batches, placements = [], {}
+    lengths = [len(sequence) for sequence in sequences]
+    rows = _fill_rows(lengths, plan)
+    num_microbatches, B = _share(-(-len(rows) // dp_size), plan)
+    T = _row_tokens(max(sum(lengths[i] for i in row) for row in rows), plan)
+    extra_dtypes = {
+        name: whole_or_float([s.extra[name] for s in sequences]) for name in sequences[0].extra
+    }
+    placements: dict[int, Placement] = {}
+    ranks = []
     for dp_rank in range(dp_size):
-        own_rows = rows[dp_rank::dp_size]
-        own_rows += [[]] * (num_microbatches * B - len(own_rows))
-        rank_batches = []
-        for microbatch in range(num_microbatches):
-            chosen = own_rows[microbatch * B : (microbatch + 1) * B]
-            rank_batches.append(_build_batch(sequences, chosen, T))
-            for row, indices in enumerate(chosen):
-                start = 0
-                for i in indices:
-                    length = len(sequences[i])
-                    placements[i] = Placement(dp_rank, microbatch, row, start, length)
-                    start += length
-        batches.append(rank_batches)
-    return PackedCall(batches, [placements[i] for i in range(len(sequences))])
+        # Dealt out to microbatches as they are to ranks, so that none gets all the long ones.
+        own = rows[dp_rank::dp_size]
+        chosen: list[int] = []
+        for number, row in enumerate(own):
+            microbatch, at = number % num_microbatches, number // num_microbatches
+            start = 0
+            for i in row:
+                placements[i] = Placement(dp_rank, microbatch, at, start, lengths[i])
+                start += lengths[i]
+            chosen += row
+        shape = (num_microbatches, B, T)
+        places = [placements[i] for i in chosen]
+        ranks.append(_join(sequences, chosen, places, shape, extra_dtypes))
+    return PackedCall(ranks, [placements[i] for i in range(len(sequences))])
+
+
+def _share(rows_per_rank: int, plan: PackingPlan) -> tuple[int, int]:
+    """(microbatches, B): as few microbatches as may be, all of one height.
+
+    Example: 9 rows, at most 8 at a time -> 2 microbatches of 5 rows, one of them padding
+    """
+    num_microbatches = -(-rows_per_rank // plan.rows_per_microbatch)
+    B = _round_up(-(-rows_per_rank // num_microbatches), plan.row_multiple)
+    return num_microbatches, max(B, 2) if plan.steady_shapes else B
+
+
+def _row_tokens(longest: int, plan: PackingPlan) -> int:
+    if not plan.steady_shapes:
+        return _round_up(longest, plan.pad_multiple)
+    buckets = [plan.max_row_tokens]
+    while not plan.pack and len(buckets) < ROW_BUCKETS:
+        buckets.append(-(-buckets[-1] // 2))
+    return _round_up(min(size for size in buckets if size >= longest), plan.pad_multiple)
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -92,16 +211,17 @@ def _round_up(number: int, multiple: int) -> int:
 
 def unpack_values(
     placements: Sequence[Placement], values_BT: Sequence[Sequence[Tensor]]
-) -> list[list[float]]:
-    """Per-sequence lists from tensors [B, T], one per data-parallel rank and microbatch."""
+) -> list[NDArray[Any]]:
+    """Per-sequence arrays from tensors [B, T], one per data-parallel rank and microbatch."""
+    arrays = [[tensor.numpy() for tensor in own] for own in values_BT]
     return [
-        values_BT[p.dp_rank][p.microbatch][p.row, p.start : p.start + p.length].tolist()
+        arrays[p.dp_rank][p.microbatch][p.row, p.start : p.start + p.length].copy()
         for p in placements
     ]
 
 
 def _fill_rows(lengths: Sequence[int], plan: PackingPlan) -> list[list[int]]:
-    """Sequence indices of each row, first-fit decreasing; the order is a function of the lengths.
+    """Sequence indices of each row, best-fit decreasing; the order is a function of the lengths.
 
     Rows come out longest first, so dealing them out one by one balances the ranks.
     """
@@ -112,40 +232,48 @@ def _fill_rows(lengths: Sequence[int], plan: PackingPlan) -> list[list[int]]:
             f"{plan.max_row_tokens}; raise trainer.packing.max_row_tokens"
         )
     rows: list[list[int]] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []
+    """(tokens that a row has room for, the row), sorted; rows that are full are left out."""
     for i in by_length:
-        fits = (r for r, space in enumerate(free) if space >= lengths[i])
-        row = next(fits, None) if plan.pack else None
-        if row is None:
-            rows.append([i])
-            free.append(plan.max_row_tokens - lengths[i])
+        at = bisect.bisect_left(free, (lengths[i], 0)) if plan.pack else len(free)
+        if at == len(free):
+            room, row = plan.max_row_tokens, len(rows)
+            rows.append([])
         else:
-            rows[row].append(i)
-            free[row] -= lengths[i]
+            room, row = free.pop(at)
+        rows[row].append(i)
+        if plan.pack and room > lengths[i]:
+            bisect.insort(free, (room - lengths[i], row))
     return rows
 
 
-def _build_batch(sequences: Sequence[TrainSequence], rows: list[list[int]], T: int) -> TrainBatch:
-    B = len(rows)
-    token_ids = torch.zeros(B, T, dtype=torch.int64)
-    positions = torch.zeros(B, T, dtype=torch.int64)
-    document_ids = torch.full((B, T), -1, dtype=torch.int64)
-    loss_mask = torch.zeros(B, T, dtype=torch.bool)
-    temperatures = torch.ones(B, T)
-    given = [name for name in PER_TOKEN_FIELDS if getattr(sequences[0], name) is not None]
-    fields = {name: torch.zeros(B, T) for name in given}
-    for row, indices in enumerate(rows):
-        start = 0
-        for i in indices:
-            sequence = sequences[i]
-            at = (row, slice(start, start + len(sequence)))
-            token_ids[at] = torch.as_tensor(sequence.token_ids, dtype=torch.int64)
-            positions[at] = torch.arange(len(sequence))
-            document_ids[at] = i
-            loss_mask[at] = torch.as_tensor(sequence.loss_mask).bool()
-            temperatures[at] = sequence.temperature
-            for name, tensor in fields.items():
-                tensor[at] = torch.as_tensor(getattr(sequence, name), dtype=torch.float32)
-            start += len(sequence)
-    optional = {f"{name}_BT": tensor for name, tensor in fields.items()}
-    return TrainBatch(token_ids, positions, document_ids, loss_mask, temperatures, **optional)
+def _join(
+    sequences: Sequence[TrainSequence],
+    chosen: Sequence[int],
+    places: Sequence[Placement],
+    shape: tuple[int, int, int],
+    extra_dtypes: Mapping[str, Any],
+) -> PackedRows:
+    """The chosen sequences end to end."""
+    _, B, T = shape
+    own = [sequences[i] for i in chosen]
+    fields = [name for name in PER_TOKEN_FIELDS if getattr(sequences[0], name) is not None]
+    columns: dict[str, NDArray[Any]] = {
+        "token_ids": join_ids([s.token_ids for s in own]),
+        "loss_mask": join_mask([s.loss_mask for s in own]),
+        **{name: join_numbers([getattr(s, name) for s in own]) for name in fields},
+    }
+    extra = {
+        name: join_numbers([s.extra[name] for s in own], dtype)
+        for name, dtype in extra_dtypes.items()
+    }
+    starts = [(p.microbatch * B + p.row) * T + p.start for p in places]
+    return PackedRows(
+        shape=shape,
+        indices=np.array(chosen, np.int64),
+        lengths=np.array([p.length for p in places], np.int64),
+        starts=np.array(starts, np.int64),
+        temperatures=np.array([s.temperature for s in own], np.float32),
+        columns=columns,
+        extra=extra,
+    )

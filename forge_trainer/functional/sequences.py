@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forge_trainer.types import Episode, TrainSequence
 
@@ -45,11 +49,22 @@ def _episode_sequence(episode: Episode, advantage: float, per_sequence_mean: boo
     completion = episode.completion
     num_prompt, num_targets = len(completion.prompt_token_ids), len(completion.token_ids)
     weight = 1.0 / num_targets if per_sequence_mean else 1.0
+    prompt_zeros = np.zeros(num_prompt, np.float32)
+
+    def after_prompt(values: Any) -> NDArray[np.float32]:
+        """Zeros for the prompt, then the values."""
+        return np.concatenate([prompt_zeros, np.asarray(values, np.float32)])
+
     return TrainSequence(
-        token_ids=[*completion.prompt_token_ids, *completion.token_ids],
-        loss_mask=[0] * num_prompt + [1] * num_targets,
-        advantages=[0.0] * num_prompt + [advantage] * num_targets,
-        generator_logprobs=[0.0] * num_prompt + list(completion.logprobs),
-        token_weights=[0.0] * num_prompt + [weight] * num_targets,
+        token_ids=np.concatenate(
+            [
+                np.asarray(completion.prompt_token_ids, np.int32),
+                np.asarray(completion.token_ids, np.int32),
+            ]
+        ),
+        loss_mask=np.arange(num_prompt + num_targets) >= num_prompt,
+        advantages=after_prompt(np.full(num_targets, advantage)),
+        generator_logprobs=after_prompt(completion.logprobs),
+        token_weights=after_prompt(np.full(num_targets, weight)),
         temperature=completion.temperature,
     )

@@ -7,13 +7,92 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from forge_trainer.errors import DataError
 from forge_trainer.types import PER_TOKEN_FIELDS, TrainSequence
+from forge_trainer.types.arrays import as_array
+
+from .packing import PackedCall, PackedRows, PackingPlan, pack_sequences
 
 MIN_TEMPERATURE = 1e-3
 """Below it, logits divided by it are no longer numbers that float32 can tell apart."""
+
+
+def pack_valid(
+    sequences: Sequence[TrainSequence],
+    *,
+    dp_size: int,
+    plan: PackingPlan,
+    vocab_size: int,
+    max_sequence_tokens: int,
+    required_fields: Sequence[str] = (),
+) -> PackedCall:
+    """Sequences as microbatches, see `pack_sequences`, if they pass `validate_sequences`.
+
+    Joined values are checked, a column at a time; only where something is wrong does every
+    sequence get a look of its own.
+
+    Raises:
+        DataError: names the sequence, the field, what was found and what is wanted.
+    """
+    limits = {"vocab_size": vocab_size, "max_sequence_tokens": max_sequence_tokens}
+    try:
+        _require_same_fields(sequences, required_fields)
+        _require_same_lengths(sequences)
+        packed = pack_sequences(sequences, dp_size=dp_size, plan=plan)
+        for rows in packed.ranks:
+            _require_valid(rows, vocab_size, max_sequence_tokens)
+    except Exception:
+        validate_sequences(sequences, **limits, required_fields=required_fields)
+        raise
+    return packed
+
+
+def _require_same_lengths(sequences: Sequence[TrainSequence]) -> None:
+    """Raises ValueError if a column is longer or shorter than the tokens it belongs to."""
+    for sequence in sequences:
+        wanted = len(sequence.token_ids)
+        given = (getattr(sequence, name) for name in PER_TOKEN_FIELDS)
+        columns = [sequence.loss_mask, *sequence.extra.values(), *given]
+        if any(len(column) != wanted for column in columns if column is not None):
+            raise ValueError("columns of different lengths")
+
+
+def _require_valid(rows: PackedRows, vocab_size: int, max_sequence_tokens: int) -> None:
+    """Raises ValueError if `validate_sequences` would refuse one of them."""
+    columns, lengths = rows.columns, rows.lengths
+    if lengths.size == 0:
+        return
+    ends = lengths.cumsum()
+    is_valid = (
+        0 < lengths.min() <= lengths.max() <= max_sequence_tokens
+        and 0 <= columns["token_ids"].min() <= columns["token_ids"].max() < vocab_size
+        and not columns["loss_mask"][ends - lengths].any()
+        and np.isfinite(rows.temperatures).all()
+        and rows.temperatures.min() >= np.float32(MIN_TEMPERATURE)
+    )
+    if not is_valid:
+        raise ValueError("not valid")
+
+
+def _require_same_fields(sequences: Sequence[TrainSequence], required: Sequence[str]) -> None:
+    """Raises DataError unless every field is given for all sequences or for none."""
+    for name in PER_TOKEN_FIELDS:
+        missing = [i for i, s in enumerate(sequences) if getattr(s, name) is None]
+        if name in required and missing:
+            raise DataError(f"sequence {missing[0]}: the loss needs {name!r}, which is missing")
+        if missing and len(missing) < len(sequences):
+            raise DataError(
+                f"sequence {missing[0]}: {name!r} is missing but others of the call have it; "
+                "give it for all or for none"
+            )
+    wanted = sequences[0].extra.keys()
+    for index, sequence in enumerate(sequences):
+        if sequence.extra.keys() != wanted:
+            raise DataError(
+                f"sequence {index}: extra has {sorted(sequence.extra)}, that of sequence 0 has "
+                f"{sorted(wanted)}; give the same columns for all"
+            )
 
 
 def validate_sequences(
@@ -23,7 +102,7 @@ def validate_sequences(
     max_sequence_tokens: int,
     required_fields: Sequence[str] = (),
 ) -> None:
-    """Check everything that a rank would otherwise stumble over.
+    """Check everything that a rank would otherwise stumble over, one sequence after another.
 
     Raises:
         DataError: names the sequence, the field, what was found and what is wanted.
@@ -35,15 +114,7 @@ def validate_sequences(
             _validate_sequence(sequence, vocab_size, max_sequence_tokens)
         except DataError as error:
             raise DataError(f"sequence {index}: {error}") from None
-    for name in PER_TOKEN_FIELDS:
-        missing = [i for i, s in enumerate(sequences) if getattr(s, name) is None]
-        if name in required_fields and missing:
-            raise DataError(f"sequence {missing[0]}: the loss needs {name!r}, which is missing")
-        if missing and len(missing) < len(sequences):
-            raise DataError(
-                f"sequence {missing[0]}: {name!r} is missing but others of the call have it; "
-                "give it for all or for none"
-            )
+    _require_same_fields(sequences, required_fields)
 
 
 def _validate_sequence(sequence: TrainSequence, vocab_size: int, max_tokens: int) -> None:
@@ -60,6 +131,8 @@ def _validate_sequence(sequence: TrainSequence, vocab_size: int, max_tokens: int
         values = getattr(sequence, name)
         if values is not None:
             _require_float32(name, _flat(name, values, ids.size))
+    for name, values in sequence.extra.items():
+        _require_float32(f"extra[{name!r}]", _flat(f"extra[{name!r}]", values, ids.size))
     temperature = _flat("temperature", [sequence.temperature])
     _require_float32("temperature", temperature)
     if not temperature[0] >= MIN_TEMPERATURE:
@@ -71,7 +144,7 @@ def _validate_sequence(sequence: TrainSequence, vocab_size: int, max_tokens: int
 def _flat(name: str, values: Any, length: int | None = None) -> NDArray[Any]:
     """The numbers of a per-token field as a one-dimensional array."""
     try:
-        array = np.asarray(values.detach().cpu().float() if _is_float_tensor(values) else values)
+        array = as_array(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name!r} is no list of numbers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
@@ -82,10 +155,6 @@ def _flat(name: str, values: Any, length: int | None = None) -> NDArray[Any]:
     if length is not None and array.size != length:
         raise DataError(f"{name!r} has {array.size} values for {length} tokens")
     return array
-
-
-def _is_float_tensor(values: Any) -> bool:
-    return isinstance(values, Tensor) and values.is_floating_point()
 
 
 def _validate_ids(ids: NDArray[Any], vocab_size: int) -> None:

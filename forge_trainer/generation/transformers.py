@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -117,26 +119,26 @@ class TransformersModel:
         new_ids_BT = output.sequences[:, padded["input_ids"].shape[1] :]
         logits_BTV = torch.stack(output.logits, dim=1).float() / sampling.temperature
         logprobs_BT = torch.log_softmax(logits_BTV, dim=-1).gather(-1, new_ids_BT[..., None])
+        new_ids = new_ids_BT.int().cpu().numpy()
+        new_logprobs = logprobs_BT.squeeze(-1).cpu().numpy()
         return [
             Completion(
-                prompt_token_ids=tuple(prompt),
-                token_ids=tuple(ids[:length]),
-                logprobs=tuple(logprobs[:length]),
+                prompt_token_ids=np.array(prompt, np.int32),
+                token_ids=ids[:length],
+                logprobs=logprobs[:length],
                 text=str(self._tokenizer.decode(ids[:length], skip_special_tokens=True)),
                 policy_version=policy_version,
                 temperature=sampling.temperature,
                 stopped=stopped,
             )
-            for prompt, ids, logprobs in zip(
-                rows, new_ids_BT.tolist(), logprobs_BT.squeeze(-1).tolist(), strict=True
-            )
+            for prompt, ids, logprobs in zip(rows, new_ids, new_logprobs, strict=True)
             for length, stopped in [self._end(ids)]
         ]
 
-    def _end(self, ids: Sequence[int]) -> tuple[int, bool]:
+    def _end(self, ids: NDArray[np.int32]) -> tuple[int, bool]:
         """(tokens of the completion, its stop token included; whether it has one)."""
-        stop = next((t for t, token in enumerate(ids) if token in self._stop_ids), None)
-        return (len(ids), False) if stop is None else (stop + 1, True)
+        stops = np.flatnonzero(np.isin(ids, self._stop_ids))
+        return (int(stops[0]) + 1, True) if stops.size else (len(ids), False)
 
     def checksums(self) -> dict[str, TensorFacts]:
         """What it runs on, by name."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forge_trainer.metrics import Metric
@@ -31,10 +33,13 @@ class EngineForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Per-sequence log-probs, aligned with the tokens; index 0 is 0.0 and means nothing."""
+    """Per-sequence log-probs, float32, aligned with the tokens; index 0 is 0.0 and means nothing.
 
-    logprobs: list[list[float]]
-    entropies: list[list[float]] | None = None
+    In nats, under the current weights and at each sequence's temperature.
+    """
+
+    logprobs: list[NDArray[np.float32]]
+    entropies: list[NDArray[np.float32]] | None = None
     """Entropy in nats of the distribution each token was drawn from, if asked for."""
 
 
@@ -45,7 +50,7 @@ class ForwardBackwardResult:
     num_target_tokens: int
     num_sequences: int
     """Sequences with at least one target token."""
-    logprobs: list[list[float]] | None = None
+    logprobs: list[NDArray[np.float32]] | None = None
     """Per sequence, aligned with its tokens, if asked for."""
 
 

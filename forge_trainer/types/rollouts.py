@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .arrays import EqualByValue, PerToken
 from .numbers import require_number
 
 
@@ -34,13 +35,13 @@ class SamplingParams:
             require_number(name, getattr(self, name), lambda x: x > 0, "above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(EqualByValue):
     """What a generator answers, with the log-probs of the distribution it was sampled from."""
 
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    prompt_token_ids: PerToken
+    token_ids: PerToken
+    logprobs: PerToken
     """One per completion token, in nats, at `temperature`."""
     text: str
     policy_version: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forge_trainer.metrics import Metric
 
+from .arrays import EqualByValue, PerToken
 from .numbers import require_number
 
 Normalize = Literal["tokens", "sequences", "none"]
@@ -21,23 +22,25 @@ PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_w
 """The optional per-token fields of a TrainSequence; each sits at the token it describes."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainSequence:
-    """One ragged training item of L tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainSequence(EqualByValue):
+    """One ragged training item of L tokens, in lists or, better, NumPy arrays.
 
     Every per-token field has length L and sits at the index of the token it describes:
     `loss_mask[t]` says that token t is a target. The first token can never be one.
     """
 
-    token_ids: Sequence[int]
-    loss_mask: Sequence[int]
-    advantages: Sequence[float] | None = None
-    generator_logprobs: Sequence[float] | None = None
-    ref_logprobs: Sequence[float] | None = None
-    token_weights: Sequence[float] | None = None
+    token_ids: PerToken
+    loss_mask: PerToken
+    advantages: PerToken | None = None
+    generator_logprobs: PerToken | None = None
+    ref_logprobs: PerToken | None = None
+    token_weights: PerToken | None = None
     """Multiplies a token's loss, e.g. 1/|o_i| for a per-sequence mean. None means 1."""
     temperature: float = 1.0
     """The temperature the completion was sampled at; log-probs are computed at the same one."""
+    extra: Mapping[str, PerToken] = field(default_factory=dict)
+    """Further columns for a loss of your own, which finds them in `TrainBatch.extra`."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,22 +65,26 @@ class TrainBatch:
     token_weights_BT: Tensor | None = None
     entropies_BT: Tensor | None = None
     """Of the policy, with gradient, in nats; only for losses that ask for it."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sequences' own columns by name, [B, T], zero in padding: float32, or int64 for integers
+    and booleans."""
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch on `device`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved: dict[str, Any] = {
-            name: None if value is None else value.to(device) for name, value in values.items()
-        }
-        return dataclasses.replace(self, **moved)
+        return self._with_each(lambda tensor: tensor.to(device))
 
     def select_rows(self, rows: Tensor) -> TrainBatch:
         """A batch of the given rows."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        chosen: dict[str, Any] = {
-            name: None if value is None else value[rows] for name, value in values.items()
+        return self._with_each(lambda tensor: tensor[rows])
+
+    def _with_each(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
+        changed: dict[str, Any] = {
+            f.name: change(value)
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
         }
-        return dataclasses.replace(self, **chosen)
+        extra = {name: change(tensor) for name, tensor in self.extra.items()}
+        return dataclasses.replace(self, **changed, extra=extra)
 
     def require(self, field_name: str, loss_name: str) -> Tensor:
         """The optional field `field_name`, or a ValueError that says which loss needs it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,13 +15,14 @@ from hypothesis import strategies as st
 
 from forge_trainer.errors import DataError
 from forge_trainer.functional.packing import (
+    PackedCall,
     PackingPlan,
     pack_sequences,
     unpack_values,
 )
-from forge_trainer.functional.validation import validate_sequences
+from forge_trainer.functional.validation import pack_valid, validate_sequences
 from forge_trainer.types import TrainSequence
-from tests.data import random_sequences
+from tests.data import random_sequences, same_numbers
 
 
 def _of_lengths(*lengths: int) -> list[TrainSequence]:
@@ -71,9 +75,112 @@ def test_every_token_arrives_exactly_once(
     assert len({len(batches) for batches in packed.batches}) == 1
     assert len({b.token_ids_BT.shape for own in packed.batches for b in own}) == 1
     tokens = [[b.token_ids_BT.double() for b in own] for own in packed.batches]
-    assert unpack_values(packed.placements, tokens) == [list(s.token_ids) for s in sequences]
+    found = unpack_values(packed.placements, tokens)
+    assert same_numbers(found, [s.token_ids for s in sequences])
     documents = [b.document_ids_BT for own in packed.batches for b in own]
     assert sum(int((d >= 0).sum()) for d in documents) == sum(lengths)
+
+
+@given(
+    num_rows=st.integers(1, 70),
+    dp_size=st.integers(1, 4),
+    limit=st.integers(1, 16),
+)
+def test_fewer_than_one_padding_row_per_microbatch(num_rows: int, dp_size: int, limit: int) -> None:
+    """9 rows with a limit of 8 were once computed as 16, and 22 with one of 16 as 32."""
+    sequences = _of_lengths(*[4] * num_rows)
+    packed = pack_sequences(sequences, dp_size=dp_size, plan=PackingPlan(4, limit))
+    needed = -(-num_rows // dp_size)
+    for rows in packed.ranks:
+        num_microbatches, B, T = rows.shape
+        assert (limit >= B, T) == (True, 4)
+        assert num_microbatches == -(-needed // limit), "as few microbatches as may be"
+        assert num_microbatches * B - needed < num_microbatches
+
+
+def test_the_documented_shares() -> None:
+    shapes = [
+        pack_sequences(_of_lengths(*[4] * n), dp_size=1, plan=PackingPlan(4, limit)).ranks[0].shape
+        for n, limit in [(9, 8), (22, 16), (33, 4)]
+    ]
+    assert shapes == [(2, 5, 4), (2, 11, 4), (9, 4, 4)]
+
+
+def test_where_shapes_are_compiled_they_are_steady() -> None:
+    """With packing one row length; without, at most four; never a single row."""
+    rng = random.Random(0)
+    found: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
+    for pack, shapes in found.items():
+        plan = PackingPlan(96, 4, pack=pack, pad_multiple=8, steady_shapes=True)
+        for _ in range(40):
+            lengths = [rng.randint(1, rng.choice([5, 20, 96])) for _ in range(rng.randint(1, 9))]
+            packed = pack_sequences(_of_lengths(*lengths), dp_size=2, plan=plan)
+            shapes |= {rows.shape[1:] for rows in packed.ranks}
+    assert {T for _, T in found[True]} == {96}
+    assert {T for _, T in found[False]} == {16, 24, 48, 96}
+    assert all(B >= 2 for shapes in found.values() for B, _ in shapes)
+
+
+_ARRAYS = TrainSequence(
+    token_ids=np.array([1, 2, 3], np.int64),
+    loss_mask=np.array([False, True, True]),
+    advantages=np.array([0.0, 0.5, -1.5], np.float64),
+    generator_logprobs=torch.tensor([0.0, -1.0, -2.0], dtype=torch.bfloat16),
+    extra={"turn": np.array([0, 1, 1]), "score": [0.25, 0.5, 1]},
+)
+_LISTS = TrainSequence(
+    token_ids=[1, 2, 3],
+    loss_mask=[0, 1, 1],
+    advantages=[0.0, 0.5, -1.5],
+    generator_logprobs=[0.0, -1.0, -2.0],
+    extra={"turn": (0, 1, 1), "score": torch.tensor([0.25, 0.5, 1.0])},
+)
+
+
+def _pack_valid(*sequences: TrainSequence, dp_size: int = 1) -> PackedCall:
+    return pack_valid(
+        sequences,
+        dp_size=dp_size,
+        plan=PackingPlan(8, 4),
+        vocab_size=10,
+        max_sequence_tokens=8,
+    )
+
+
+def test_arrays_tensors_and_lists_are_the_same_sequence() -> None:
+    assert _ARRAYS == _LISTS
+    assert dataclasses.replace(_LISTS, extra={}) != _ARRAYS
+    (batch,), (other,) = _pack_valid(_ARRAYS).batches[0], _pack_valid(_LISTS).batches[0]
+    for name in ("token_ids_BT", "loss_mask_BT", "advantages_BT", "generator_logprobs_BT"):
+        one, two = getattr(batch, name), getattr(other, name)
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    assert batch.advantages_BT is not None
+    assert batch.advantages_BT.tolist() == [[0.0, 0.5, -1.5]]
+    assert batch.extra["turn"].dtype == other.extra["turn"].dtype == torch.int64
+    assert batch.extra["score"].tolist() == [[0.25, 0.5, 1.0]]
+
+
+def test_extra_columns_have_one_dtype_on_all_ranks_and_follow_rows() -> None:
+    whole, broken = (
+        TrainSequence([1] * n, [0] * n, extra={"x": values})
+        for n, values in ((5, [1, 2, 3, 4, 5]), (4, [0.5] * 4))
+    )
+    packed = _pack_valid(whole, broken, dp_size=3)
+    batches = [batch for (batch,) in packed.batches]
+    assert {batch.extra["x"].dtype for batch in batches} == {torch.float32}
+    assert batches[0].extra["x"].tolist() == [[1.0, 2.0, 3.0, 4.0, 5.0]]
+    chosen = batches[1].select_rows(torch.tensor([0, 0]))
+    assert chosen.extra["x"].tolist() == [[0.5, 0.5, 0.5, 0.5, 0.0]] * 2
+
+
+def test_the_callers_sequences_stay_as_they_are() -> None:
+    before = copy.deepcopy(_ARRAYS)
+    packed = _pack_valid(_ARRAYS, _LISTS)
+    for rows in packed.ranks:
+        for column in [*rows.columns.values(), *rows.extra.values()]:
+            column[...] = 1
+    assert before == _ARRAYS == _LISTS
 
 
 def _with(**changes: object) -> TrainSequence:
@@ -105,6 +212,45 @@ def test_bad_sequences_are_named(sequence: TrainSequence, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         validate_sequences([_with(), sequence], vocab_size=10, max_sequence_tokens=8)
     assert str(caught.value).startswith("sequence 1: ")
+    with pytest.raises(DataError, match=message) as packing:
+        _pack_valid(_with(), sequence)
+    assert str(packing.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_mask": [[0], [1], [1]]}, "'loss_mask' must be a flat list"),
+        ({"loss_mask": [0.0, 0.5, 1.0]}, "other than 0 and 1"),
+        ({"loss_mask": 3}, "'loss_mask' must be a flat list"),
+        ({"token_ids": [1, "2", 3]}, "'token_ids' must be a flat list of numbers"),
+        ({"token_ids": [1, 2, 2**32 + 1]}, "token id 4294967297 at index 2 is outside"),
+        ({"token_ids": np.array([1, 2, 2**63], np.uint64)}, "is outside the vocabulary"),
+        ({"token_ids": [True, True, True]}, "must be integers"),
+        ({"advantages": [0.0, 1e300, 0.0]}, "finite in float32"),
+        ({"advantages": [0.0, 1.0, 1.0, 1.0]}, "has 4 values for 3 tokens"),
+        ({"advantages": [0.0, None, 0.0]}, "'advantages' must be a flat list"),
+        ({"temperature": math.nan}, "'temperature' is nan"),
+        ({"temperature": "hot"}, "'temperature' must be a flat list of numbers"),
+        ({"extra": {"x": [1.0, 2.0]}}, r"extra\['x'\].* has 2 values for 3 tokens"),
+        ({"extra": {"x": [1.0, math.inf, 2.0]}}, r"extra\['x'\].* is inf at index 1"),
+        ({"extra": {"y": [1, 2, 3]}}, r"extra has \['y'\], that of sequence 0 has \['x'\]"),
+    ],
+)
+def test_what_packing_refuses_is_named(changes: dict[str, object], message: str) -> None:
+    """Checks of joined columns must miss nothing that a look at every sequence would find."""
+    good = _with(extra={"x": [1, 2, 3]})
+    bad = dataclasses.replace(good, **changes)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=message) as caught:
+        _pack_valid(good, bad)
+    assert str(caught.value).startswith("sequence 1: ")
+
+
+def test_lengths_that_cancel_out_are_still_refused() -> None:
+    """One column a token too long and the next a token too short have the right sum."""
+    long, short = _with(advantages=[0.0] * 4), _with(advantages=[0.0] * 2)
+    with pytest.raises(DataError, match="sequence 0: 'advantages' has 4 values for 3 tokens"):
+        _pack_valid(long, short)
 
 
 def test_an_empty_batch_is_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from forge_trainer.errors import ConfigError
@@ -12,7 +13,8 @@ from forge_trainer.functional.rewards import exact_match, resolve_reward, starts
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.functional.sequences import group_sequences
 from forge_trainer.replay import Replay
-from forge_trainer.types import Completion, Episode, Prompt
+from forge_trainer.types import Completion, Episode, Prompt, TrainSequence
+from tests.data import same_numbers
 
 
 def episode(reward: float, *, version: int = 0, group_id: int = 0) -> Episode:
@@ -77,13 +79,16 @@ def test_sequences_mark_completion_tokens_as_targets() -> None:
     first, second = group_sequences(
         [episode(1.0), episode(0.0)], divide_by_std=False, per_sequence_mean=True
     )
-    assert list(first.token_ids) == [1, 2, 3, 4, 5]
-    assert list(first.loss_mask) == [0, 0, 1, 1, 1]
-    assert first.advantages == [0.0, 0.0, 0.5, 0.5, 0.5]
-    assert second.advantages == [0.0, 0.0, -0.5, -0.5, -0.5]
-    assert first.generator_logprobs == [0.0, 0.0, -1.0, -2.0, -3.0]
-    assert first.token_weights == [0.0, 0.0, 1 / 3, 1 / 3, 1 / 3]
-    assert first.temperature == 0.7
+    third = np.float32(1 / 3)
+    assert first == TrainSequence(
+        token_ids=[1, 2, 3, 4, 5],
+        loss_mask=[0, 0, 1, 1, 1],
+        advantages=[0.0, 0.0, 0.5, 0.5, 0.5],
+        generator_logprobs=[0.0, 0.0, -1.0, -2.0, -3.0],
+        token_weights=[0.0, 0.0, third, third, third],
+        temperature=0.7,
+    )
+    assert same_numbers([second.advantages], [[0.0, 0.0, -0.5, -0.5, -0.5]])
 
 
 def test_replay_hands_out_each_fresh_group_once() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_trainer.config import AlgorithmConfig
@@ -28,6 +29,7 @@ from forge_trainer.types import (
     TrainSequence,
     TrainStepResult,
 )
+from tests.data import same_numbers
 from tests.unit.test_small_functions import episode
 
 
@@ -55,7 +57,7 @@ class FakeTrainer:
         )
 
     async def forward(self, sequences: Sequence[TrainSequence]) -> ForwardResult:
-        return ForwardResult([[-0.5] * len(sequence) for sequence in sequences])
+        return ForwardResult([np.full(len(s), -0.5, np.float32) for s in sequences])
 
     async def push_weights(self, *, wait: bool) -> WeightsRef:
         assert not wait
@@ -187,7 +189,7 @@ def test_a_reference_gives_its_logprobs() -> None:
     algorithm = AlgorithmConfig(group_size=2, groups_per_step=1)
     trainer = FakeTrainer()
     (row,) = _run(TrainPlan(1, algorithm, checkpoint_interval=0), trainer, FakeTrainer()).rows
-    assert [s.ref_logprobs for s in trainer.trained[0]] == [[-0.5] * 5] * 2
+    assert same_numbers([s.ref_logprobs for s in trainer.trained[0]], [[-0.5] * 5] * 2)
     assert row["time/reference_s"] >= 0
 
 
