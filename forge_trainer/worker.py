@@ -28,7 +28,7 @@ from forge_trainer.errors import (
     WeightsError,
 )
 from forge_trainer.functional.losses.objective import make_loss
-from forge_trainer.functional.packing import RankRows
+from forge_trainer.functional.packing import PackedRows
 from forge_trainer.pieces import RankPieces, StagedPieces, StagedWeights, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus
@@ -84,7 +84,7 @@ class Worker:
         require_memory_snapshots(self._config.profiling, facts.device)
         return facts
 
-    async def forward(self, rows: RankRows, with_entropy: bool) -> list[MicrobatchOutput]:
+    async def forward(self, rows: PackedRows, with_entropy: bool) -> list[MicrobatchOutput]:
         def forward() -> list[MicrobatchOutput]:
             self._begin_step()
             return self._engine.forward(rows.batches(), with_entropy=with_entropy)
@@ -93,7 +93,7 @@ class Worker:
 
     async def forward_backward(
         self,
-        rows: RankRows,
+        rows: PackedRows,
         loss: str | LossFn,
         loss_config: Mapping[str, Any] | None,
         return_logprobs: bool,

@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
 from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.errors import EngineError
-from forge_trainer.functional.packing import RankRows
+from forge_trainer.functional.packing import PackedRows
 from forge_trainer.pieces import RankPieces, StagedWeights, StoreAddress, WeightsVersion
 from forge_trainer.status import EngineFacts, RankFacts, RankStatus
 from forge_trainer.types import (
@@ -72,7 +72,7 @@ class TitanTrainer(Actor):
 
     @concurrent_endpoint
     async def forward(
-        self, ticket: CallTicket, rows: RankRows, with_entropy: bool
+        self, ticket: CallTicket, rows: PackedRows, with_entropy: bool
     ) -> list[MicrobatchOutput]:
         self._take_turn(ticket)
         return await self._worker.forward(rows, with_entropy)
@@ -81,7 +81,7 @@ class TitanTrainer(Actor):
     async def forward_backward(
         self,
         ticket: CallTicket,
-        rows: RankRows,
+        rows: PackedRows,
         loss: str | LossFn,
         loss_config: Mapping[str, Any] | None,
         return_logprobs: bool,

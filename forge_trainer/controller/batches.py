@@ -12,9 +12,8 @@ from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
 from forge_trainer.functional.losses.objective import make_loss, required_fields
 from forge_trainer.functional.packing import (
+    PackedCall,
     PackingPlan,
-    Placement,
-    RankRows,
     unpack_values,
 )
 from forge_trainer.functional.validation import pack_valid
@@ -36,20 +35,10 @@ GPU_FLEX_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class DealtCall:
-    """Validated sequences on their way to the ranks."""
-
-    rows: list[RankRows]
-    """By data-parallel rank."""
-    placements: list[Placement]
-    """Where each sequence went."""
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedCall:
     """A forward_backward call that has passed every check."""
 
-    dealt: DealtCall
+    packed: PackedCall
     loss: str | LossFn
     loss_config: Mapping[str, Any] | None
     return_logprobs: bool
@@ -76,18 +65,16 @@ class BatchDealer:
 
     async def pack(
         self, sequences: Sequence[TrainSequence], required: Sequence[str] = ()
-    ) -> DealtCall:
+    ) -> PackedCall:
         """Microbatches for every data-parallel rank; made on a thread, as millions of tokens take
         a while.
 
         Raises:
             DataError: see `validate_sequences`.
         """
-        return await asyncio.to_thread(self._pack, sequences, required)
-
-    def _pack(self, sequences: Sequence[TrainSequence], required: Sequence[str]) -> DealtCall:
         facts = self._facts[0]
-        packed = pack_valid(
+        return await asyncio.to_thread(
+            pack_valid,
             sequences,
             dp_size=facts.dp_size,
             plan=self._plan,
@@ -95,7 +82,6 @@ class BatchDealer:
             max_sequence_tokens=facts.max_sequence_tokens,
             required_fields=required,
         )
-        return DealtCall([self._ranks.portable(own) for own in packed.ranks], packed.placements)
 
     async def prepare(
         self,
@@ -111,10 +97,10 @@ class BatchDealer:
             ConfigError: unknown loss or option. DataError: see `validate_sequences`.
         """
         make_loss(loss, loss_config)
-        dealt = await self.pack(sequences, required_fields(loss, loss_config))
-        return PreparedCall(dealt, loss, loss_config, return_logprobs)
+        packed = await self.pack(sequences, required_fields(loss, loss_config))
+        return PreparedCall(packed, loss, loss_config, return_logprobs)
 
-    async def forward(self, call: DealtCall, with_entropy: bool) -> ForwardResult:
+    async def forward(self, call: PackedCall, with_entropy: bool) -> ForwardResult:
         """Log-probs of all sequences, from all ranks."""
         outputs = await self._call("forward", call, with_entropy)
         return merge_outputs(call, outputs, with_entropy=with_entropy)
@@ -127,9 +113,9 @@ class BatchDealer:
         """
         try:
             shares = await self._call(
-                "forward_backward", call.dealt, call.loss, call.loss_config, call.return_logprobs
+                "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
             )
-            return merge_shares(call.dealt, shares, return_logprobs=call.return_logprobs)
+            return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
         except (WorkerLostError, DataError):
             # Lost, or not sent to any rank.
             raise
@@ -141,9 +127,9 @@ class BatchDealer:
                 f"{type(error).__name__}: {error}", phase="forward_backward"
             ) from error
 
-    async def _call(self, method: str, call: DealtCall, *args: Any) -> list[Any]:
+    async def _call(self, method: str, call: PackedCall, *args: Any) -> list[Any]:
         """Give every rank the rows of its data-parallel rank; see `one_per_dp_rank`."""
-        own = [(call.rows[fact.dp_rank], *args) for fact in self._facts]
+        own = [(call.ranks[fact.dp_rank], *args) for fact in self._facts]
         return self.one_per_dp_rank(await self._ranks.call(method, own))
 
     def one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
@@ -154,7 +140,7 @@ class BatchDealer:
 
 
 def merge_outputs(
-    call: DealtCall, outputs: Sequence[Sequence[MicrobatchOutput]], *, with_entropy: bool
+    call: PackedCall, outputs: Sequence[Sequence[MicrobatchOutput]], *, with_entropy: bool
 ) -> ForwardResult:
     """One array of values per sequence, in the order in which the sequences were given."""
     logprobs = [[o.logprobs_BT for o in own] for own in outputs]
@@ -166,7 +152,7 @@ def merge_outputs(
 
 
 def merge_shares(
-    call: DealtCall, shares: Sequence[EngineForwardBackward], *, return_logprobs: bool
+    call: PackedCall, shares: Sequence[EngineForwardBackward], *, return_logprobs: bool
 ) -> ForwardBackwardResult:
     """What all data-parallel ranks together have done."""
     metrics = merge_metrics(share.metrics for share in shares)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from forge_trainer.config import TrainerConfig, WeightsConfig
-from forge_trainer.functional.packing import PackedRows, RankRows
 from forge_trainer.protocols import WeightStore
 from forge_trainer.types import World
 from forge_trainer.weights.memory import MemoryWeightStore
@@ -29,9 +28,6 @@ class InProcessRanks:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-
-    def portable(self, rows: PackedRows) -> RankRows:
-        return rows
 
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         (args,) = args_by_rank

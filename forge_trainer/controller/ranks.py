@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.errors import EngineError
-from forge_trainer.functional.packing import PackedRows, RankRows
 from forge_trainer.protocols import WeightStore
 
 T = TypeVar("T")
@@ -40,10 +39,6 @@ class RankCalls(Protocol):
     @property
     def is_lost(self) -> bool:
         """True once a rank is gone; no call can succeed any more."""
-        ...
-
-    def portable(self, rows: PackedRows) -> RankRows:
-        """What to give a rank of its share of a call. Takes time; not called on an event loop."""
         ...
 
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:

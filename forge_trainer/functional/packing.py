@@ -15,10 +15,9 @@ Example: lengths 5, 3, 4 with max_row_tokens 8 on 2 ranks
 from __future__ import annotations
 
 import bisect
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +27,10 @@ from torch import Tensor
 from forge_trainer.errors import DataError
 from forge_trainer.types import PER_TOKEN_FIELDS, TrainBatch, TrainSequence
 
-from .columns import join_ids, join_mask, join_numbers, whole_or_float
+from .columns import Columns, join, whole_or_float
 
+EXTRA = "extra."
+"""Before the name of a column that is a sequence's own."""
 ROW_BUCKETS = 4
 """Row lengths that occur without packing, where shapes are steady; each half of the next."""
 
@@ -77,10 +78,9 @@ class PackedRows:
     """Of every sequence, where its first token lies in the flattened shape."""
     temperatures: NDArray[np.float32]
     """Of every sequence."""
-    columns: Mapping[str, NDArray[Any]]
-    """`token_ids` (int32), `loss_mask` (bool), the fields that are given (float32)."""
-    extra: Mapping[str, NDArray[Any]]
-    """The sequences' own columns, float32 or int64."""
+    columns: Columns
+    """`token_ids` (int32), `loss_mask` (bool), the fields that are given (float32), and under
+    `extra.NAME` the sequences' own (float32 or int64)."""
 
     def batches(self) -> list[TrainBatch]:
         """The microbatches, on the CPU."""
@@ -99,7 +99,9 @@ class PackedRows:
         def per_sequence(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).repeat_interleave(lengths)
 
-        columns = {name: torch.from_numpy(values) for name, values in self.columns.items()}
+        columns = {name: torch.from_numpy(v) for name, v in self.columns.arrays().items()}
+        own = [name for name in columns if name.startswith(EXTRA)]
+        extra = {name.removeprefix(EXTRA): spread(columns.pop(name)) for name in own}
         made = {
             "token_ids_BT": spread(columns.pop("token_ids").long()),
             "positions_BT": spread(within),
@@ -107,7 +109,6 @@ class PackedRows:
             "temperatures_BT": spread(per_sequence(self.temperatures), 1),
             **{f"{name}_BT": spread(values) for name, values in columns.items()},
         }
-        extra = {name: spread(torch.from_numpy(values)) for name, values in self.extra.items()}
         return [
             TrainBatch(
                 **{name: tensor[i] for name, tensor in made.items()},
@@ -115,27 +116,6 @@ class PackedRows:
             )
             for i in range(self.shape[0])
         ]
-
-
-class RankRows(Protocol):
-    """What a rank is sent of a call."""
-
-    def batches(self) -> list[TrainBatch]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedRows:
-    """`PackedRows` ready to travel: bytes are quick to send, whoever sends them."""
-
-    data: bytes
-
-    @classmethod
-    def of(cls, rows: PackedRows) -> EncodedRows:
-        return cls(pickle.dumps(rows, protocol=5))
-
-    def batches(self) -> list[TrainBatch]:
-        rows: PackedRows = pickle.loads(self.data)
-        return rows.batches()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,9 +144,7 @@ def pack_sequences(
     rows = _fill_rows(lengths, plan)
     num_microbatches, B = _share(-(-len(rows) // dp_size), plan)
     T = _row_tokens(max(sum(lengths[i] for i in row) for row in rows), plan)
-    extra_dtypes = {
-        name: whole_or_float([s.extra[name] for s in sequences]) for name in sequences[0].extra
-    }
+    dtypes = _column_dtypes(sequences)
     placements: dict[int, Placement] = {}
     ranks = []
     for dp_rank in range(dp_size):
@@ -182,7 +160,7 @@ def pack_sequences(
             chosen += row
         shape = (num_microbatches, B, T)
         places = [placements[i] for i in chosen]
-        ranks.append(_join(sequences, chosen, places, shape, extra_dtypes))
+        ranks.append(_join(sequences, chosen, places, shape, dtypes))
     return PackedCall(ranks, [placements[i] for i in range(len(sequences))])
 
 
@@ -252,28 +230,41 @@ def _join(
     chosen: Sequence[int],
     places: Sequence[Placement],
     shape: tuple[int, int, int],
-    extra_dtypes: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
 ) -> PackedRows:
     """The chosen sequences end to end."""
     _, B, T = shape
     own = [sequences[i] for i in chosen]
-    fields = [name for name in PER_TOKEN_FIELDS if getattr(sequences[0], name) is not None]
-    columns: dict[str, NDArray[Any]] = {
-        "token_ids": join_ids([s.token_ids for s in own]),
-        "loss_mask": join_mask([s.loss_mask for s in own]),
-        **{name: join_numbers([getattr(s, name) for s in own]) for name in fields},
-    }
-    extra = {
-        name: join_numbers([s.extra[name] for s in own], dtype)
-        for name, dtype in extra_dtypes.items()
-    }
+    lengths = [place.length for place in places]
+    columns = Columns.empty(sum(lengths), dtypes)
+    for name, out in columns.arrays().items():
+        join(out, [_column(sequence, name) for sequence in own])
     starts = [(p.microbatch * B + p.row) * T + p.start for p in places]
     return PackedRows(
         shape=shape,
         indices=np.array(chosen, np.int64),
-        lengths=np.array([p.length for p in places], np.int64),
+        lengths=np.array(lengths, np.int64),
         starts=np.array(starts, np.int64),
         temperatures=np.array([s.temperature for s in own], np.float32),
         columns=columns,
-        extra=extra,
     )
+
+
+def _column_dtypes(sequences: Sequence[TrainSequence]) -> dict[str, Any]:
+    """Of the columns that all sequences have, the same on all ranks."""
+    fields = [name for name in PER_TOKEN_FIELDS if getattr(sequences[0], name) is not None]
+    extra = {
+        EXTRA + name: whole_or_float([s.extra[name] for s in sequences])
+        for name in sequences[0].extra
+    }
+    return {
+        "token_ids": np.int32,
+        "loss_mask": np.bool_,
+        **dict.fromkeys(fields, np.float32),
+    } | extra
+
+
+def _column(sequence: TrainSequence, name: str) -> Any:
+    if name.startswith(EXTRA):
+        return sequence.extra[name.removeprefix(EXTRA)]
+    return getattr(sequence, name)

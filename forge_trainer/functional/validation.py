@@ -60,7 +60,7 @@ def _require_same_lengths(sequences: Sequence[TrainSequence]) -> None:
 
 def _require_valid(rows: PackedRows, vocab_size: int, max_sequence_tokens: int) -> None:
     """Raises ValueError if `validate_sequences` would refuse one of them."""
-    columns, lengths = rows.columns, rows.lengths
+    columns, lengths = rows.columns.arrays(), rows.lengths
     if lengths.size == 0:
         return
     ends = lengths.cumsum()

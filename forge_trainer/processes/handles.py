@@ -28,7 +28,6 @@ from forge_trainer.errors import (
     ForgeTrainerError,
     WorkerLostError,
 )
-from forge_trainer.functional.packing import EncodedRows, PackedRows, RankRows
 from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import CallTicket, Completion, SamplingParams
@@ -55,10 +54,6 @@ class MeshRanks:
     @property
     def is_lost(self) -> bool:
         return self._lost is not None
-
-    def portable(self, rows: PackedRows) -> RankRows:
-        # Monarch pickles arguments on the event loop, and bytes are quickly pickled.
-        return EncodedRows.of(rows)
 
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         if self._lost is not None:

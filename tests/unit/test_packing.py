@@ -178,7 +178,7 @@ def test_the_callers_sequences_stay_as_they_are() -> None:
     before = copy.deepcopy(_ARRAYS)
     packed = _pack_valid(_ARRAYS, _LISTS)
     for rows in packed.ranks:
-        for column in [*rows.columns.values(), *rows.extra.values()]:
+        for column in rows.columns.arrays().values():
             column[...] = 1
     assert before == _ARRAYS == _LISTS
 

@@ -79,7 +79,7 @@ def test_sequences_mark_completion_tokens_as_targets() -> None:
     first, second = group_sequences(
         [episode(1.0), episode(0.0)], divide_by_std=False, per_sequence_mean=True
     )
-    third = np.float32(1 / 3)
+    third = float(np.float32(1 / 3))
     assert first == TrainSequence(
         token_ids=[1, 2, 3, 4, 5],
         loss_mask=[0, 0, 1, 1, 1],
