@@ -30,6 +30,7 @@ from forge_trainer.types import SaveRequest
 from forge_trainer.weights.shared_memory.folder import shared_folder
 from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 from tests.data import random_sequences
+from tests.unit.test_logprobs import require_unrounded_logits
 from tests.weights import V0, published_by
 
 pytestmark = [
@@ -156,3 +157,7 @@ def test_float8_products_are_close_to_float32(tiny_qwen3: Path) -> None:
     dist.destroy_process_group()
     found = _stepped(_engine(tiny_qwen3, float8="rowwise", compute_dtype="bfloat16"))
     assert found == pytest.approx(wanted, rel=0.1)
+
+
+def test_logits_of_bfloat16_come_out_in_float32() -> None:
+    require_unrounded_logits("cuda")
