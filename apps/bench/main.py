@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from apps.bench.measure import Row
 
-SUITES = ("checkpoint", "controller", "endpoint", "logprobs", "step", "weights")
+SUITES = ("checkpoint", "controller", "endpoint", "logprobs", "model", "step", "trl", "weights")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from forge_trainer.config import GeneratorConfig, WeightsConfig
 from forge_trainer.generation import make_generator
 from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
-from forge_trainer.types import Completion, SamplingParams
+from forge_trainer.types import SamplingParams
 from forge_trainer.weights.stores import open_store
 
 
@@ -43,10 +44,9 @@ class GeneratorActor(Actor):
         await self._generator.setup()
 
     @concurrent_endpoint
-    async def generate(
-        self, prompts: Sequence[str], sampling: SamplingParams
-    ) -> list[list[Completion]]:
-        return await self._generator.generate(prompts, sampling)
+    async def generate(self, prompts: Sequence[str], sampling: SamplingParams) -> bytes:
+        # Pickled here, since Monarch's cloudpickle asks Python about every single array.
+        return pickle.dumps(await self._generator.generate(prompts, sampling), protocol=5)
 
     @concurrent_endpoint
     async def pull_weights(self, ref: WeightsRef | WeightsVersion | None) -> WeightsVersion:

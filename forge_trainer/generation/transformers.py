@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -115,30 +114,51 @@ class TransformersModel:
             pad_token_id=self._tokenizer.pad_token_id,
             return_dict_in_generate=True,
             output_logits=True,
+            past_key_values=self._shared_prefill(rows, padded),
         )
         new_ids_BT = output.sequences[:, padded["input_ids"].shape[1] :]
         logits_BTV = torch.stack(output.logits, dim=1).float() / sampling.temperature
         logprobs_BT = torch.log_softmax(logits_BTV, dim=-1).gather(-1, new_ids_BT[..., None])
         new_ids = new_ids_BT.int().cpu().numpy()
         new_logprobs = logprobs_BT.squeeze(-1).cpu().numpy()
+        ends = [np.flatnonzero(row) for row in np.isin(new_ids, self._stop_ids)]
+        # One array for equal prompts: it is pickled once.
+        prompts = {tuple(row): np.array(row, np.int32) for row in rows}
         return [
             Completion(
-                prompt_token_ids=np.array(prompt, np.int32),
+                prompt_token_ids=prompts[tuple(prompt)],
                 token_ids=ids[:length],
                 logprobs=logprobs[:length],
                 text=str(self._tokenizer.decode(ids[:length], skip_special_tokens=True)),
                 policy_version=policy_version,
                 temperature=sampling.temperature,
-                stopped=stopped,
+                stopped=bool(end.size),
             )
-            for prompt, ids, logprobs in zip(rows, new_ids, new_logprobs, strict=True)
-            for length, stopped in [self._end(ids)]
+            for prompt, ids, logprobs, end in zip(rows, new_ids, new_logprobs, ends, strict=True)
+            for length in [int(end[0]) + 1 if end.size else len(ids)]
         ]
 
-    def _end(self, ids: NDArray[np.int32]) -> tuple[int, bool]:
-        """(tokens of the completion, its stop token included; whether it has one)."""
-        stops = np.flatnonzero(np.isin(ids, self._stop_ids))
-        return (int(stops[0]) + 1, True) if stops.size else (len(ids), False)
+    def _shared_prefill(self, rows: list[list[int]], padded: Any) -> Any:
+        """Keys and values of all prompt tokens but the last, computed once for equal prompts.
+
+        None where that would save nothing.
+        """
+        distinct: dict[tuple[int, ...], int] = {}
+        which = [distinct.setdefault(tuple(row), len(distinct)) for row in rows]
+        ids_BT, mask_BT = padded["input_ids"][:, :-1], padded["attention_mask"][:, :-1]
+        if len(distinct) == len(rows) or ids_BT.shape[1] == 0:
+            return None
+        first = [which.index(number) for number in range(len(distinct))]
+        cache = self._model(
+            input_ids=ids_BT[first],
+            attention_mask=mask_BT[first],
+            # Padding is on the left: the first real token has position 0.
+            position_ids=(mask_BT[first].cumsum(-1) - 1).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+        ).past_key_values
+        cache.batch_select_indices(torch.tensor(which, device=self._device))
+        return cache
 
     def checksums(self) -> dict[str, TensorFacts]:
         """What it runs on, by name."""

@@ -7,6 +7,7 @@ WorkerLostError with the rank whose process died.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -187,8 +188,8 @@ class GeneratorHandle:
     async def generate(
         self, prompts: Sequence[str], sampling: SamplingParams
     ) -> list[list[Completion]]:
-        completions: list[list[Completion]] = await self._call(
-            lambda: self._actor.generate.call_one(prompts, sampling), "generate"
+        completions: list[list[Completion]] = pickle.loads(
+            await self._call(lambda: self._actor.generate.call_one(prompts, sampling), "generate")
         )
         return completions
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from forge_trainer.errors import (
 from forge_trainer.functional.losses.tokens import document_means
 from forge_trainer.functional.pieces import manifests
 from forge_trainer.generation import make_generator
+from forge_trainer.generation.transformers import TransformersModel
 from forge_trainer.metrics import Mean
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
@@ -336,6 +338,40 @@ def test_the_same_seed_samples_the_same(bench: Bench, tiny_qwen3: Path) -> None:
     bench.run(twin.setup())
     assert bench.run(twin.generate(["3,7:"], sampling)) == first
     bench.run(twin.close())
+
+
+def test_equal_prompts_are_prefilled_once_and_keep_their_distribution(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of many lengths in one batch, whose first tokens are computed once per group."""
+    sampling = SamplingParams(max_completion_tokens=5, temperature=0.7, num_completions=3)
+    groups = bench.run(bench.generator.generate(["7", "3,7:", "12345678", "3,7:"], sampling))
+    sequences = [
+        TrainSequence(
+            np.concatenate([c.prompt_token_ids, c.token_ids]),
+            np.arange(len(c.prompt_token_ids) + len(c.token_ids)) >= len(c.prompt_token_ids),
+            temperature=c.temperature,
+        )
+        for group in groups
+        for c in group
+    ]
+    found = bench.run(bench.trainer.forward(sequences)).logprobs
+    completions = [c for group in groups for c in group]
+    for c, logprobs in zip(completions, found, strict=True):
+        np.testing.assert_allclose(logprobs[len(c.prompt_token_ids) :], c.logprobs, atol=1e-5)
+    assert len({tuple(c.token_ids) for c in completions}) > 3
+    caches: list[Any] = []
+    prefill = TransformersModel._shared_prefill
+
+    def watched(*args: Any) -> Any:
+        caches.append(prefill(*args))
+        return caches[-1]
+
+    monkeypatch.setattr(TransformersModel, "_shared_prefill", watched)
+    for num_completions in (3, 1):
+        few = SamplingParams(max_completion_tokens=2, num_completions=num_completions)
+        bench.run(bench.generator.generate(["7", "3,7:"], few))
+    assert [cache is None for cache in caches] == [False, True]
 
 
 def test_prompts_that_do_not_fit_are_data_errors(bench: Bench) -> None:
