@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
@@ -31,3 +32,22 @@ async def settle(rounds: int = 20) -> None:
     """Let every task that can go on without outside help do so."""
     for _ in range(rounds):
         await asyncio.sleep(0)
+
+
+class Gate:
+    """Holds up whoever comes by on another thread, until it is opened."""
+
+    def __init__(self) -> None:
+        self._reached, self._is_open = threading.Event(), threading.Event()
+
+    def pass_through(self) -> None:
+        """Wait until it is open."""
+        self._reached.set()
+        assert self._is_open.wait(A_HANG_S)
+
+    async def reached(self) -> None:
+        """Return once somebody waits at it."""
+        assert await asyncio.to_thread(self._reached.wait, A_HANG_S)
+
+    def open(self) -> None:
+        self._is_open.set()

@@ -60,8 +60,7 @@ class MemoryWeightStore:
         return staged
 
     async def write(self, staged: StagedPieces) -> RankPieces:
-        if staged.sources:
-            await asyncio.to_thread(self._copier.copy, staged)
+        await asyncio.to_thread(self._copier.complete, staged)
         self._pieces[staged.location] = staged.copies
         return staged.written
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,35 +37,49 @@ class PieceCopier:
 
     @torch.no_grad()
     def copy(self, staged: StagedPieces, blocks: Sequence[Block] | None = None) -> None:
-        """Fill `staged.copies` from its sources, and take their checksums.
+        """Fill `staged.copies` from its sources. No checksums: whoever steps next waits for this.
 
         Raises:
             WeightsError: a value is not finite in the dtype that is published.
         """
-        copies, sources = staged.copies, staged.sources
+        for _ in self._copied(staged, blocks):
+            pass
+
+    @torch.no_grad()
+    def complete(self, staged: StagedPieces, blocks: Sequence[Block] | None = None) -> None:
+        """The same, if it has not been done, and take checksums.
+
+        Raises:
+            WeightsError: a value is not finite in the dtype that is published.
+        """
+        indices = self._copied(staged, blocks) if staged.sources else range(len(staged.copies))
+        # Right after a block is copied, it is in the processor's cache.
+        checksums = {index: self._checksum(staged, index) for index in indices}
+        staged.checksums = tuple(checksums[index] for index in range(len(staged.copies)))
+
+    def _copied(self, staged: StagedPieces, blocks: Sequence[Block] | None) -> Iterator[int]:
+        """Indices of the pieces as they are copied."""
         if blocks is None:
-            blocks = [Block((index,), copy) for index, copy in enumerate(copies)]
-        gpu = next((source.device for source in sources if source.is_cuda), None)
+            blocks = [Block((index,), copy) for index, copy in enumerate(staged.copies)]
+        gpu = next((source.device for source in staged.sources if source.is_cuda), None)
         if gpu is not None:
             # The current device is the thread's, and this may be any thread.
             with torch.cuda.device(gpu):
                 self._copy_from_gpu(staged)
-        checksums = [b""] * len(copies)
         for block in blocks:
             if gpu is None:
                 torch._foreach_copy_(
-                    [copies[index] for index in block.indices],
-                    [sources[index] for index in block.indices],
+                    [staged.copies[index] for index in block.indices],
+                    [staged.sources[index] for index in block.indices],
                 )
-            if not _sum_is_finite(block.numbers):
-                _require_finite(staged, block.indices)
-            for index in block.indices if self._verify != "off" else ():
-                record = staged.layout.records[index]
-                checksums[index] = piece_checksum(
-                    record, copies[index], staged.version, self._verify
-                )
-        staged.checksums = tuple(checksums)
+                if not _sum_is_finite(block.numbers):
+                    _require_finite(staged, block.indices)
+            yield from block.indices
         staged.sources = []
+
+    def _checksum(self, staged: StagedPieces, index: int) -> bytes:
+        record = staged.layout.records[index]
+        return piece_checksum(record, staged.copies[index], staged.version, self._verify)
 
     def _copy_from_gpu(self, staged: StagedPieces) -> None:
         largest = max(copy.nbytes for copy in staged.copies)
@@ -77,10 +91,14 @@ class PieceCopier:
         if staged.ready is not None:
             self._stream.wait_event(staged.ready)
         waiting: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
+        sums: list[Tensor] = []
         for index, (source, copy) in enumerate(zip(staged.sources, staged.copies, strict=True)):
             buffer = self._pinned[index % 2][: copy.nbytes].view(copy.dtype).view(copy.shape)
             with torch.cuda.StreamContext(self._stream):
-                buffer.copy_(source.to(copy.dtype), non_blocking=True)
+                published = source.to(copy.dtype)
+                buffer.copy_(published, non_blocking=True)
+                # Of what is published, on the device: a pass on the host would take far longer.
+                sums.append(published.sum().to(torch.complex128))
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record(self._stream)
             if waiting is not None:
@@ -88,6 +106,9 @@ class PieceCopier:
             waiting = (copy, buffer, arrived)
         if waiting is not None:
             _empty(*waiting)
+        with torch.cuda.StreamContext(self._stream):
+            is_finite = torch.isfinite(torch.stack(sums)).tolist()
+        _require_finite(staged, [index for index, is_ok in enumerate(is_finite) if not is_ok])
 
 
 def _empty(copy: Tensor, buffer: Tensor, arrived: torch.cuda.Event) -> None:

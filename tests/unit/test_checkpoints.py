@@ -23,6 +23,7 @@ from forge_trainer.hf import load_causal_lm
 from forge_trainer.types import LossOutput, TrainBatch
 from tests.data import same_numbers
 from tests.unit.conftest import CONFIG, GOOD, Bench
+from tests.waiting import A_HANG_S
 
 LOCAL = CONFIG.model_copy(update={"engine": "local"})
 
@@ -161,12 +162,12 @@ def test_a_save_beside_training_holds_the_state_of_its_call(bench: Bench, tmp_pa
 
 
 @pytest.fixture
-def blocked_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """DCP writes nothing until the event is set."""
-    may_write, write = threading.Event(), dcp.save
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """DCP writes one checkpoint for every release."""
+    may_write, write = threading.Semaphore(0), dcp.save
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        assert may_write.wait(30)
+        assert may_write.acquire(timeout=A_HANG_S)
         return write(*args, **kwargs)
 
     monkeypatch.setattr(dcp, "save", save)
@@ -174,7 +175,7 @@ def blocked_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_save_beside_training_is_seen_and_waited_for(
-    bench: Bench, tmp_path: Path, blocked_writer: threading.Event
+    bench: Bench, tmp_path: Path, may_write: threading.Semaphore
 ) -> None:
     """Status names it; a second save and a load wait for it; close lets it finish."""
     trainer, folder = bench.trainer, tmp_path / "checkpoints"
@@ -186,20 +187,18 @@ def test_a_save_beside_training_is_seen_and_waited_for(
         second = asyncio.create_task(trainer.save("second", wait=False))
         await asyncio.sleep(0.05)
         assert not second.done()
-        blocked_writer.set()
+        may_write.release()
         assert (await second).step == 1
-        blocked_writer.clear()
         newest = asyncio.create_task(trainer.load())
         await asyncio.sleep(0.05)
         assert not newest.done()
-        blocked_writer.set()
+        may_write.release()
         assert (await newest).step == 1
-        blocked_writer.clear()
         await trainer.save("third", wait=False)
         closing = asyncio.create_task(trainer.close())
         await asyncio.sleep(0.05)
         assert not closing.done()
-        blocked_writer.set()
+        may_write.release()
         await closing
 
     bench.run(scenario())

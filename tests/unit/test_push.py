@@ -17,11 +17,14 @@ from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.controller.ranks import OpenStore
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import ConfigError, EngineError, WeightsError
+from forge_trainer.functional.pieces.manifests import piece_checksum
 from forge_trainer.pieces import Manifest, RankPieces, StagedPieces, WeightsVersion
 from forge_trainer.protocols import WeightStore
 from forge_trainer.types import OptimParams
+from forge_trainer.weights import staging
 from forge_trainer.weights.memory import MemoryWeightStore
 from tests.unit.conftest import CONFIG, GOOD
+from tests.waiting import A_HANG_S, Gate
 from tests.weights import V0, V1, read_all
 
 
@@ -70,10 +73,47 @@ def stage(request: pytest.FixtureRequest) -> str:
 
 def _run(scenario: Scenario, model_dir: Path, folder: Path, stage: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), _trainer(model_dir, folder, stage) as (trainer, store):
+        async with (
+            asyncio.timeout(A_HANG_S),
+            _trainer(model_dir, folder, stage) as (trainer, store),
+        ):
             await scenario(trainer, store)
 
     asyncio.run(main())
+
+
+async def _require_done(task: asyncio.Task[Any], *, is_done: bool) -> None:
+    """The task ends before anything else happens; or it waits."""
+    if is_done:
+        await asyncio.wait([task])
+        return
+    # Of something that never comes, a short look says as much as a long one.
+    await asyncio.sleep(0.05)
+    assert not task.done()
+
+
+def test_checksums_are_taken_once_the_engine_is_free(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took three times as long as the copy, and the next step waited for them."""
+    gate = Gate()
+
+    def slow_checksum(*args: Any) -> bytes:
+        gate.pass_through()
+        return piece_checksum(*args)
+
+    monkeypatch.setattr(staging, "piece_checksum", slow_checksum)
+
+    async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
+        ref = await trainer.push_weights(wait=False)
+        await gate.reached()
+        await trainer.train_step(GOOD, loss="grpo")
+        assert await store.versions() == []
+        gate.open()
+        assert await trainer.wait_for_push() == ref
+        await read_all(store, ref.version)
+
+    _run(scenario, tiny_qwen3, tmp_path, "copy")
 
 
 def test_a_version_is_that_of_the_push_whatever_comes_next(
@@ -96,9 +136,7 @@ def test_a_version_is_that_of_the_push_whatever_comes_next(
         # Whatever needs no change of parameters goes on.
         await trainer.forward_backward(GOOD, loss="grpo")
         updating = asyncio.create_task(trainer.optim_step(params=OptimParams(lr=1.0)))
-        for _ in range(50):
-            await asyncio.sleep(0.002)
-        assert updating.done() == (stage == "copy")
+        await _require_done(updating, is_done=stage == "copy")
         store.may_write.set()
         await updating
         assert await trainer.wait_for_push() == ref
@@ -122,9 +160,7 @@ def test_nothing_changes_weights_that_are_being_read(
         changing = asyncio.create_task(
             trainer.load(name="start") if change == "load" else trainer.to("cpu")
         )
-        for _ in range(50):
-            await asyncio.sleep(0.002)
-        assert changing.done() == (stage == "copy")
+        await _require_done(changing, is_done=stage == "copy")
         store.may_write.set()
         await changing
         assert (await trainer.wait_for_push()) is not None
@@ -185,9 +221,7 @@ def test_the_next_push_waits_for_the_last(tiny_qwen3: Path, tmp_path: Path) -> N
         await trainer.push_weights(wait=False)
         await trainer.train_step(GOOD, loss="grpo")
         second = asyncio.create_task(trainer.push_weights())
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert not second.done()
+        await _require_done(second, is_done=False)
         store.may_write.set()
         await second
         assert await store.versions() == [V0, V1]
@@ -364,7 +398,7 @@ def test_a_store_is_replaced_whatever_became_of_the_last_push(
                 await asyncio.sleep(0.001)
             ref = await trainer.replace_store(_restart(trainer, new))
         else:
-            stepping = asyncio.create_task(trainer.forward(GOOD))
+            stepping = asyncio.create_task(trainer.eval_mode())
             await asyncio.sleep(0)
             replacing = asyncio.create_task(trainer.replace_store(_restart(trainer, new)))
             await asyncio.sleep(0)
@@ -419,11 +453,12 @@ def test_a_write_that_hangs_ends_the_push_and_not_the_trainer(
     async def scenario(trainer: TrainerHandle, store: SlowStore) -> None:
         worker = trainer._publisher._ranks._worker  # type: ignore[attr-defined]
         short = worker._config.model_copy(update={"checkpoint_timeout_s": 0.05})
-        monkeypatch.setattr(worker, "_config", short)
         store.may_write.clear()
-        for _ in range(2):
-            with pytest.raises(WeightsError, match="did not write its weights within"):
-                await trainer.push_weights()
+        with monkeypatch.context() as patched:
+            patched.setattr(worker, "_config", short)
+            for _ in range(2):
+                with pytest.raises(WeightsError, match="did not write its weights within"):
+                    await trainer.push_weights()
         await trainer.train_step(GOOD, loss="grpo")
         # A new store does not wait for what the old one still writes.
         ref = await trainer.replace_store(_restart(trainer, MemoryWeightStore()))
@@ -456,9 +491,7 @@ def test_closing_waits_for_a_push(tiny_qwen3: Path, tmp_path: Path, stage: str) 
         store.may_write.clear()
         await trainer.push_weights(wait=False)
         closing = asyncio.create_task(trainer.close())
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert not closing.done()
+        await _require_done(closing, is_done=False)
         store.may_write.set()
         await closing
         kept.extend(await store.versions())

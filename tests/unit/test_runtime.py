@@ -21,6 +21,7 @@ from forge_trainer.run.pipeline import Pipeline
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import Episode
 from tests.unit.test_small_functions import episode
+from tests.waiting import A_HANG_S
 
 
 @pytest.mark.parametrize("max_policy_age", [0, 1, 2])
@@ -50,7 +51,7 @@ def test_rollout_runs_ahead_by_exactly_the_allowed_age(max_policy_age: int) -> N
             await pipeline.set_generator_version(version)
 
     async def scenario() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(A_HANG_S):
             await run_with_background(training(), rollout())
 
     asyncio.run(scenario())
@@ -64,7 +65,7 @@ def test_a_skipped_step_does_not_stop_the_rollout() -> None:
     pipeline = Pipeline(Replay(max_policy_age=0, seed=0), groups_per_step=1, max_policy_age=0)
 
     async def scenario() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(A_HANG_S):
             await pipeline.wait_to_sample()
             await pipeline.add([[episode(0.0)]])
             await pipeline.take()

@@ -31,6 +31,7 @@ from forge_trainer.types import (
 )
 from tests.data import same_numbers
 from tests.unit.test_small_functions import episode
+from tests.waiting import A_HANG_S
 
 
 class FakeTrainer:
@@ -120,7 +121,7 @@ def _run(plan: TrainPlan, trainer: FakeTrainer, reference: FakeTrainer | None = 
 
     async def scenario() -> None:
         models: Any = Models(trainer, generator, reference)  # type: ignore[arg-type]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(A_HANG_S):
             training = run_training(models, pipeline, Reporter([rows]), plan)
             await run_with_background(training, rollout())
 

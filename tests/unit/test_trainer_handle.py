@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import threading
-import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ from forge_trainer.weights import reading
 from forge_trainer.weights.reading import ArrivedWeights
 from tests.data import random_sequences, same_numbers
 from tests.unit.conftest import CONFIG, GOOD, Bench
-from tests.waiting import A_HANG_S
+from tests.waiting import Gate
 from tests.weights import read_all
 
 
@@ -149,16 +147,18 @@ def test_clear_gradients_drops_what_was_accumulated(bench: Bench) -> None:
 
 
 def test_status_answers_while_a_step_runs(bench: Bench) -> None:
+    gate = Gate()
+
     def slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
-        time.sleep(0.2)
+        gate.pass_through()
         return LossOutput(total=logprobs_BT.sum())
 
     async def scenario() -> None:
         step = asyncio.create_task(bench.trainer.forward_backward(GOOD[:1], loss=slow))
-        while (status := await bench.trainer.get_status()).phase != "forward_backward":
-            await asyncio.sleep(0.01)
-        assert not step.done()
-        assert status.step == 0
+        await gate.reached()
+        status = await bench.trainer.get_status()
+        assert (status.phase, status.step) == ("forward_backward", 0)
+        gate.open()
         await step
         assert (await bench.trainer.get_status()).phase == "idle"
 
@@ -266,10 +266,17 @@ def test_a_close_that_was_cancelled_can_be_repeated(tiny_qwen3: Path, tmp_path: 
         trainer = await start_in_process_trainer(
             CONFIG, model_dir=tiny_qwen3, checkpoint_folder=tmp_path
         )
-        step = asyncio.create_task(trainer.train_step(GOOD, loss=_slow))
-        await asyncio.sleep(0.05)
+        gate = Gate()
+
+        def slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+            gate.pass_through()
+            return LossOutput(total=-logprobs_BT.sum())
+
+        step = asyncio.create_task(trainer.train_step(GOOD, loss=slow))
+        await gate.reached()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(trainer.close(), 0.01)
+        gate.open()
         await asyncio.gather(trainer.close(), trainer.close())
         assert step.done()
         with pytest.raises(EngineError, match="this trainer is closed"):
@@ -464,14 +471,13 @@ def test_a_cancelled_pull_ends_before_its_caller_goes_on(
     ref = bench.run(bench.trainer.push_weights())
     generator = bench.generator
     old = [p.clone() for p in generator._model.tensors.values()]
-    reached, is_cancelled = threading.Event(), threading.Event()
+    gate = Gate()
     if moment == "reading":
         read = bench.store.reading
 
         @contextlib.asynccontextmanager
         async def slow_reading(*args: Any) -> AsyncIterator[Any]:
-            reached.set()
-            assert await asyncio.to_thread(is_cancelled.wait, A_HANG_S)
+            await asyncio.to_thread(gate.pass_through)
             async with read(*args) as reading:
                 yield reading
 
@@ -480,17 +486,16 @@ def test_a_cancelled_pull_ends_before_its_caller_goes_on(
         copy = ArrivedWeights._copy
 
         def slow_copy(*args: Any) -> None:
-            reached.set()
-            assert is_cancelled.wait(A_HANG_S)
+            gate.pass_through()
             copy(*args)
 
         monkeypatch.setattr(ArrivedWeights, "_copy", slow_copy)
 
     async def cancel() -> None:
         pull = asyncio.create_task(generator.pull_weights(ref))
-        assert await asyncio.to_thread(reached.wait, A_HANG_S)
+        await gate.reached()
         pull.cancel()
-        is_cancelled.set()
+        gate.open()
         with pytest.raises(asyncio.CancelledError):
             await pull
         # A request is answered by whatever is in use now, once it is there.
@@ -510,12 +515,11 @@ def test_generating_goes_on_while_a_pull_fetches_and_verifies(
     """Fetching once held the generator's turn, so that it stood still for seconds per update."""
     bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
     ref = bench.run(bench.trainer.push_weights())
-    reached, has_generated = threading.Event(), threading.Event()
+    gate = Gate()
     verify = manifests.require_checksums
 
     def slow_verify(*args: Any) -> None:
-        reached.set()
-        assert has_generated.wait(A_HANG_S)
+        gate.pass_through()
         verify(*args)
 
     monkeypatch.setattr(reading, "require_checksums", slow_verify)
@@ -523,9 +527,9 @@ def test_generating_goes_on_while_a_pull_fetches_and_verifies(
 
     async def generate_meanwhile() -> list[int]:
         pull = asyncio.create_task(bench.generator.pull_weights(ref))
-        assert await asyncio.to_thread(reached.wait, A_HANG_S)
+        await gate.reached()
         [[before]] = await bench.generator.generate(["3,7:"], sampling)
-        has_generated.set()
+        gate.open()
         await pull
         [[after]] = await bench.generator.generate(["3,7:"], sampling)
         return [before.policy_version, after.policy_version]
@@ -570,20 +574,23 @@ def test_errors_of_the_handle_are_ours(bench: Bench) -> None:
         bench.run(bench.trainer.clear_gradients())
 
 
-def _slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
-    time.sleep(0.3)
-    return LossOutput(total=-logprobs_BT.sum())
-
-
 def test_a_cancelled_call_runs_to_its_end_and_is_counted(bench: Bench) -> None:
     """The handle used to forget the step, and to publish it under the version before."""
-    trainer = bench.trainer
+    trainer, gate = bench.trainer, Gate()
 
-    async def give_up(call: Coroutine[Any, Any, Any]) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(call, 0.05)
+    def slow(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        gate.pass_through()
+        return LossOutput(total=-logprobs_BT.sum())
 
-    bench.run(give_up(trainer.train_step(GOOD, loss=_slow)))
+    async def give_up() -> None:
+        call = asyncio.create_task(trainer.train_step(GOOD, loss=slow))
+        await gate.reached()
+        call.cancel()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    bench.run(give_up())
     assert bench.run(trainer.get_status()).step == 1
     assert bench.run(trainer.get_status()).accumulated_tokens == 0
     assert bench.run(trainer.push_weights()).version == WeightsVersion(0, 1)

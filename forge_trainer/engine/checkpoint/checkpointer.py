@@ -52,7 +52,9 @@ class Checkpointer:
         self._layout = f"{device.type} {layout}"
         self._device = device
         self._staging = Staging(device)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="checkpoint", initializer=self._use_device
+        )
         self._running: Future[CheckpointInfo] | None = None
 
     def save(self, request: SaveRequest, step: int, state: State) -> CheckpointInfo:
@@ -139,6 +141,11 @@ class Checkpointer:
         """Wait for a running save, and free its copy of the state."""
         self._thread.shutdown(wait=True)
         self._staging.close()
+
+    def _use_device(self) -> None:
+        # Otherwise DCP takes the stream of GPU 0, and every rank opens a context there.
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_device(self._device)
 
     def _random_state(self) -> State:
         return {str(self._group.rank): random_state(self._device)}

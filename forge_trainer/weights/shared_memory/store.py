@@ -96,7 +96,7 @@ class SharedMemoryWeightStore:
         staged = StagedPieces(version, layout, sources, copies, location, ready)
         if not in_place:
             try:
-                self._copy(staged)
+                self._copier.copy(staged, segment.blocks(layout))
             except BaseException:
                 self._free(location)
                 raise
@@ -117,17 +117,13 @@ class SharedMemoryWeightStore:
         self._own.append(segment)
         return segment
 
-    def _copy(self, staged: StagedPieces) -> None:
-        segment = self._segment_at(staged.location)
-        self._copier.copy(staged, segment.blocks(staged.layout))
-
     def _segment_at(self, location: str) -> Segment:
         name, _ = place(location)
         return next(segment for segment in self._own if segment.path.name == name)
 
     async def write(self, staged: StagedPieces) -> RankPieces:
-        if staged.sources:
-            await asyncio.to_thread(self._copy, staged)
+        blocks = self._segment_at(staged.location).blocks(staged.layout)
+        await asyncio.to_thread(self._copier.complete, staged, blocks)
         return staged.written
 
     async def abandon(self, staged: StagedPieces) -> None:

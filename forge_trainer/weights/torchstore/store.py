@@ -91,8 +91,7 @@ class TorchStoreWeightStore:
         return staged
 
     async def write(self, staged: StagedPieces) -> RankPieces:
-        if staged.sources:
-            await asyncio.to_thread(self._copier.copy, staged)
+        await asyncio.to_thread(self._copier.complete, staged)
         client = await self.client()
 
         async def put(item: tuple[str, Tensor]) -> None:
