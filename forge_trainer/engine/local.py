@@ -175,10 +175,10 @@ class LocalEngine:
         state = self._training_state(weights_only=request.weights_only)
         return self._checkpointer.save(request, self.step, state)
 
-    def _write_hf(self, folder: Path) -> None:
+    def _write_hf(self, folder: Path) -> set[str]:
         writer = HfWriter(folder, part="stage0", group=RankGroup())
         writer.add(self._model.named_parameters())
-        writer.finish(self._model_dir)
+        return writer.finish(self._model_dir)
 
     def wait_for_save(self) -> CheckpointInfo | None:
         return self._checkpointer.wait()

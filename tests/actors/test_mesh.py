@@ -238,7 +238,7 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all(cluster: Cluster, tmp_
     with pytest.raises(CheckpointError, match="/proc/x"):
         cluster.run(cluster.trainer.save(path="/proc/x/y"))
     saved = cluster.run(cluster.trainer.save(path=str(tmp_path / "saved")))
-    shard = max(Path(saved.path).glob("*.distcp"))
+    shard = max(Path(saved.path, "weights").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=f"{shard.name} is damaged"):
         cluster.run(cluster.trainer.load(path=saved.path))

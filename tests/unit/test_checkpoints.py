@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import re
+import shutil
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,13 @@ import torch.distributed.checkpoint as dcp
 from forge_trainer.config import GeneratorConfig, ProfilingConfig, TrainerConfig
 from forge_trainer.controller.checks import check_generator, check_trainer
 from forge_trainer.controller.in_process import start_in_process_trainer
-from forge_trainer.engine.checkpoint.files import read_marker, verify_files
+from forge_trainer.engine.checkpoint import checkpointer
+from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
+from forge_trainer.engine.checkpoint.files import hash_file, read_marker, verify_files
+from forge_trainer.engine.checkpoint.together import RankGroup
 from forge_trainer.errors import CheckpointError
 from forge_trainer.hf import load_causal_lm
-from forge_trainer.types import LossOutput, TrainBatch
+from forge_trainer.types import CheckpointInfo, LossOutput, SaveRequest, TrainBatch
 from tests.data import same_numbers
 from tests.unit.conftest import CONFIG, GOOD, Bench
 from tests.waiting import A_HANG_S
@@ -60,7 +67,7 @@ def test_save_refuses_to_lose_gradients(bench: Bench) -> None:
 
 
 def _damage(checkpoint: Path, how: str) -> None:
-    data = next(file for file in sorted(checkpoint.iterdir()) if file.suffix == ".distcp")
+    data = checkpoint / "state" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     if how == "flipped":
         content[len(content) // 2] ^= 1
@@ -68,7 +75,7 @@ def _damage(checkpoint: Path, how: str) -> None:
     elif how == "truncated":
         data.write_bytes(content[:-10])
     elif how == "metadata":
-        (checkpoint / ".metadata").unlink()
+        (checkpoint / "weights" / ".metadata").unlink()
     else:
         (checkpoint / "forge_trainer.json").write_text("{")
 
@@ -85,6 +92,99 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(bench: Bench, how
         bench.run(trainer.load(path=saved.path))
     assert same_numbers(bench.run(trainer.forward(GOOD)).logprobs, before)
     assert bench.run(trainer.get_status()).step == 1
+
+
+def test_weights_alone_are_read_and_verified_alone(bench: Bench, tmp_path: Path) -> None:
+    """It once hashed the optimizer's state, two thirds of the bytes, to use none of it."""
+    trainer = bench.trainer
+    wanted = bench.run(trainer.forward(GOOD)).logprobs
+    saved = Path(bench.run(trainer.save()).path)
+    bench.run(trainer.train_step(GOOD, loss="grpo"))
+    shutil.rmtree(saved / "state")
+    with pytest.raises(CheckpointError, match=r"state/\S+ is missing"):
+        bench.run(trainer.load(path=str(saved)))
+    bench.run(trainer.load(path=str(saved), weights_only=True))
+    assert same_numbers(bench.run(trainer.forward(GOOD)).logprobs, wanted)
+    data = saved / "weights" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="weights/__0_0.distcp is damaged"):
+        bench.run(trainer.load(path=str(saved), weights_only=True))
+
+
+class ThreadGroup(RankGroup):
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self._shared = shared
+
+    def _gather(self, own: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
+        self._shared["values"][self.rank] = own
+        self._shared["barrier"].wait(A_HANG_S)
+        outcomes = [self._shared["values"][rank] for rank in range(self.size)]
+        self._shared["barrier"].wait(A_HANG_S)
+        for _, error in outcomes:
+            if error is not None:
+                raise CheckpointError(error)
+        return outcomes
+
+
+def _save_on_two_ranks(
+    folder: Path, write: Callable[[Path, int], set[str]]
+) -> list[CheckpointInfo | CheckpointError]:
+    shared: dict[str, Any] = {"values": {}, "barrier": threading.Barrier(2)}
+    request = SaveRequest(str(folder / "step-1"), format="hf")
+
+    def save(rank: int) -> CheckpointInfo | CheckpointError:
+        group = ThreadGroup(rank, 2, shared)
+        one = Checkpointer(group, torch.device("cpu"), layout="two threads")
+        try:
+            return one.export(request, 1, lambda partial: write(partial, rank))
+        except CheckpointError as error:
+            return error
+        finally:
+            one.close()
+
+    with ThreadPoolExecutor(2, thread_name_prefix="rank") as ranks:
+        return list(ranks.map(save, range(2)))
+
+
+def test_a_rank_hashes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files were dealt by name, so nearly every rank read back what another host had written."""
+    hashed: list[tuple[str, str]] = []
+
+    def watched(file: Path) -> str:
+        hashed.append((threading.current_thread().name, file.name))
+        return hash_file(file)
+
+    monkeypatch.setattr(checkpointer, "hash_file", watched)
+    writers: dict[int, str] = {}
+
+    def write(partial: Path, rank: int) -> set[str]:
+        writers[rank] = threading.current_thread().name
+        (partial / f"of_{rank}").write_text(f"{rank}")
+        if rank == 0:
+            (partial / "config.json").write_text("{}")
+        return {f"of_{rank}"}
+
+    first, second = _save_on_two_ranks(tmp_path, write)
+    assert first == second
+    wanted = {(writers[0], "of_0"), (writers[0], "config.json"), (writers[1], "of_1")}
+    assert set(hashed) == wanted
+    marker = read_marker(tmp_path / "step-1")
+    assert marker.xxh3_128.keys() == {"of_0", "of_1", "config.json"}
+
+
+def test_a_folder_that_only_some_ranks_share_is_named(tmp_path: Path) -> None:
+    def write(partial: Path, rank: int) -> set[str]:
+        # On a disk of its own, the first rank would not see it.
+        return {f"of_{rank}"} if rank == 1 else set()
+
+    for error in _save_on_two_ranks(tmp_path, write):
+        assert isinstance(error, CheckpointError)
+        assert re.search("first rank does not see of_1.*storage that all hosts share", str(error))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_hf_export_loads_in_transformers(bench: Bench, tmp_path: Path) -> None:
@@ -163,7 +263,7 @@ def test_a_save_beside_training_holds_the_state_of_its_call(bench: Bench, tmp_pa
 
 @pytest.fixture
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """DCP writes one checkpoint for every release."""
+    """DCP writes a checkpoint, weights and all else, for every two releases."""
     may_write, write = threading.Semaphore(0), dcp.save
 
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -187,18 +287,18 @@ def test_a_save_beside_training_is_seen_and_waited_for(
         second = asyncio.create_task(trainer.save("second", wait=False))
         await asyncio.sleep(0.05)
         assert not second.done()
-        may_write.release()
+        may_write.release(2)
         assert (await second).step == 1
         newest = asyncio.create_task(trainer.load())
         await asyncio.sleep(0.05)
         assert not newest.done()
-        may_write.release()
+        may_write.release(2)
         assert (await newest).step == 1
         await trainer.save("third", wait=False)
         closing = asyncio.create_task(trainer.close())
         await asyncio.sleep(0.05)
         assert not closing.done()
-        may_write.release()
+        may_write.release(2)
         await closing
 
     bench.run(scenario())

@@ -10,21 +10,19 @@ import contextlib
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_trainer.errors import CheckpointError
 from forge_trainer.types import CheckpointInfo, SaveRequest
 
 from .files import (
     Marker,
+    files_in,
     flush_to_disk,
     hash_file,
     partial_folder,
@@ -32,6 +30,7 @@ from .files import (
     verify_files,
     write_marker,
 )
+from .parts import is_read_by, load_parts, needed_files, require_same_model, save_parts
 from .random_state import random_state, set_random_state
 from .staging import Staging, State
 from .together import RankGroup
@@ -69,7 +68,7 @@ class Checkpointer:
             state = {**state, RANDOM: self._random_state()}
         if request.wait:
             return self._finish(
-                request, step, partial, lambda: self._through_dcp(dcp.save, state, partial)
+                request, step, partial, lambda: save_parts(state, partial, self._group)
             )
         copies: list[State] = []
         # Together, so that a rank without memory for its copy keeps the others from writing.
@@ -80,16 +79,19 @@ class Checkpointer:
             request,
             step,
             partial,
-            lambda: self._through_dcp(dcp.save, copies[0], partial),
+            lambda: save_parts(copies[0], partial, self._group),
         )
         return CheckpointInfo(
             request.path, step, request.format, complete=False, weights_only=request.weights_only
         )
 
     def export(
-        self, request: SaveRequest, step: int, write: Callable[[Path], None]
+        self, request: SaveRequest, step: int, write: Callable[[Path], set[str]]
     ) -> CheckpointInfo:
-        """Let `write` fill the folder with a Hugging Face model; see `save` for errors."""
+        """Let `write` fill the folder with a Hugging Face model and say which files it wrote.
+
+        See `save` for errors.
+        """
         self._settle()
         partial = self._prepare(request)
         return self._finish(request, step, partial, lambda: write(partial))
@@ -117,19 +119,19 @@ class Checkpointer:
         """
         self._settle()
         with _as_checkpoint_error(f"cannot load {path}"):
-            marker = self._verified_marker(path)
+            marker = self._verified_marker(path, weights_only=weights_only)
             if marker.format != "dcp":
                 raise CheckpointError(
                     f"{path} is a Hugging Face directory; start a trainer from it with model.path"
                 )
             if marker.weights_only and not weights_only:
                 raise CheckpointError(f"{path} holds weights only; load it with weights_only=True")
-            self._require_same_model(path, state)
+            require_same_model(path, state, self._group)
             random = {}
             if not weights_only and marker.layout == self._layout:
                 random = {RANDOM: self._random_state()}
             loaded = {**state, **random}
-            self._through_dcp(dcp.load, loaded, path)
+            load_parts(loaded, path, self._group)
         if random:
             set_random_state(loaded.pop(RANDOM)[str(self._group.rank)], self._device)
         state.update(loaded)
@@ -161,42 +163,14 @@ class Checkpointer:
         with _as_checkpoint_error(f"cannot write {path}"):
             return self._group.on_first(lambda: partial_folder(path))
 
-    def _require_same_model(self, path: Path, state: State) -> None:
-        """Raises CheckpointError unless all ranks together have the tensors of the checkpoint."""
-        own = {f"model.{name}": tuple(value.shape) for name, value in state["model"].items()}
-        wanted = {
-            name: shape for part in self._group.on_each(lambda: own) for name, shape in part.items()
-        }
-        metadata = self._group.on_first(lambda: dcp.FileSystemReader(path).read_metadata())
-        found = {
-            name: tuple(entry.size)
-            for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-        }
-        differences = sorted(dict(found.items() ^ wanted.items()))
-        if differences:
-            name = differences[0]
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: {len(differences)} tensors differ, first "
-                f"{name.removeprefix('model.')}: {found.get(name, 'absent')} there, "
-                f"{wanted.get(name, 'absent')} here"
-            )
-
-    def _through_dcp(self, function: Callable[..., object], state: State, path: Path) -> None:
-        """Save or load on the ranks of the group."""
-        group = self._group.process_group
-        if group is not None:
-            function(state, checkpoint_id=path, process_group=group)
-            return
-        # Filters belong to the process, so they are touched only where DCP warns: alone.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            function(state, checkpoint_id=path, no_dist=True)
-
     def _finish(
-        self, request: SaveRequest, step: int, partial: Path, write: Callable[[], None]
+        self, request: SaveRequest, step: int, partial: Path, write: Callable[[], set[str]]
     ) -> CheckpointInfo:
-        """Write the files, hash them, mark the folder complete, and give it its name."""
+        """Write the files, hash them, mark the folder complete, and give it its name.
+
+        `write` says which files this rank wrote, and this rank hashes them: they are in its page
+        cache. Those that nobody claims are the first rank's.
+        """
         path = Path(request.path)
         weights_only = not request.is_full
 
@@ -212,11 +186,18 @@ class Checkpointer:
             flush_to_disk(path.parent)
 
         with self._removing_after_errors(partial), _as_checkpoint_error(f"cannot write {path}"):
-            write()
-            names = self._group.on_first(lambda: sorted(f.name for f in partial.iterdir()))
-            own = self._own(names)
+            own = write()
+            claimed = set().union(*self._group.on_each(lambda: own))
+            seen = self._group.on_first(lambda: files_in(partial))
+            if unseen := sorted(claimed - seen):
+                raise CheckpointError(
+                    f"the first rank does not see {unseen[0]}, which another one wrote: "
+                    f"{path.parent} must lie on storage that all hosts share"
+                )
+            if self._group.rank == 0:
+                own |= seen - claimed
             parts = self._group.on_each(hash_own)
-            hashes = {name: value for part in parts for name, value in part.items()}
+            hashes = {name: value for part in parts for name, value in sorted(part.items())}
             self._group.on_first(commit)
         return CheckpointInfo(
             str(path), step, request.format, complete=True, weights_only=weights_only
@@ -231,15 +212,12 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _verified_marker(self, path: Path) -> Marker:
+    def _verified_marker(self, path: Path, *, weights_only: bool) -> Marker:
         marker = self._group.on_first(lambda: read_marker(path))
-        own = self._own(sorted(marker.xxh3_128))
+        needed = needed_files(marker.xxh3_128, weights_only=weights_only)
+        own = [name for name in needed if is_read_by(name, self._group)]
         self._group.on_each(lambda: verify_files(path, marker, own))
         return marker
-
-    def _own(self, names: list[str]) -> list[str]:
-        """This rank's share of the files to hash."""
-        return names[self._group.rank :: self._group.size]
 
 
 @contextlib.contextmanager

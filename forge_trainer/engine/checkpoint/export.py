@@ -61,8 +61,10 @@ class HfWriter:
         self._num_bytes += sum(t.nbytes for t in self._waiting.values())
         self._waiting = {}
 
-    def finish(self, model_dir: Path) -> None:
+    def finish(self, model_dir: Path) -> set[str]:
         """Agree with the other ranks; rank 0 writes the index and what lies in `model_dir`.
+
+        Returns the files of tensors that this rank wrote.
 
         Raises:
             CheckpointError: a rank could not write. On all ranks alike.
@@ -78,6 +80,7 @@ class HfWriter:
             _copy_model_files(model_dir, self._folder)
 
         self._group.on_first(complete)
+        return set(self._file_of.values())
 
     def _written(self) -> tuple[dict[str, str], int]:
         if self._error is not None:

@@ -96,6 +96,11 @@ def verify_files(path: Path, marker: Marker, names: Iterable[str]) -> None:
             raise CheckpointError(f"checkpoint {path}: {name} is damaged, its hash differs")
 
 
+def files_in(folder: Path) -> set[str]:
+    """Names of all files, relative to the folder."""
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
 def hash_file(file: Path) -> str:
     """xxh3-128 of the file's bytes, hexadecimal."""
     digest = xxhash.xxh3_128()

@@ -183,8 +183,8 @@ class TitanEngine:
     def wait_for_save(self) -> CheckpointInfo | None:
         return self._checkpointer.wait()
 
-    def _write_hf(self, folder: Path) -> None:
-        """One rank of every pipeline stage writes that stage's tensors."""
+    def _write_hf(self, folder: Path) -> set[str]:
+        """One rank of every pipeline stage writes that stage's tensors; its files."""
         coordinate = self._collectives.coordinate
         writer = HfWriter(folder, part=f"stage{coordinate('pp')}", group=self._group)
         tensors = full_hf_tensors(self._model, self._adapter)
@@ -192,7 +192,7 @@ class TitanEngine:
             writer.add(tensors)
         else:
             deque(tensors, maxlen=0)
-        writer.finish(self._model_dir)
+        return writer.finish(self._model_dir)
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
         self._residence.require_home()
