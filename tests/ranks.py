@@ -6,13 +6,15 @@ share one pool. Every task joins a process group of its own and leaves it.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.waiting import A_HANG_S
 
 
 class RankPool:
@@ -37,18 +39,18 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send_bytes(cloudpickle.dumps(None))
         for process in self._processes:
-            process.join(timeout=30)
+            process.join(timeout=A_HANG_S)
             if process.is_alive():
                 process.kill()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(rank, *args)` on the first `size` processes as one world; results by rank."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held by this process, so that nobody else gets its port in between.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for pipe in self._pipes[:size]:
-            pipe.send_bytes(cloudpickle.dumps((function, args, size, port)))
+            pipe.send_bytes(cloudpickle.dumps((function, args, size, store.port)))
         answers = [pipe.recv() for pipe in self._pipes[:size]]
+        del store
         for rank, (result, error) in enumerate(answers):
             if error is not None:
                 raise AssertionError(f"rank {rank}: {error}\n(result {result})")
@@ -66,7 +68,11 @@ def _serve(pipe: Connection, rank: int) -> None:
     while (task := cloudpickle.loads(pipe.recv_bytes())) is not None:
         function, args, size, port = task
         os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size)
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            TORCHELASTIC_USE_AGENT_STORE="True",
         )
         try:
             pipe.send((function(rank, *args), None))

@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from apps.bench.measure import Row
 
-SUITES = ("checkpoint", "controller", "endpoint", "logprobs", "model", "step", "trl", "weights")
+SUITES = (
+    "checkpoint",
+    "controller",
+    "endpoint",
+    "logprobs",
+    "model",
+    "pull",
+    "step",
+    "trl",
+    "weights",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +52,9 @@ def print_table(suite: str, rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("key", "what", "median", "min", "max", "n", "bar", title=suite)
+    table = Table(title=suite)
+    for column in ("key", "what", "median", "min", "max", "n", "bar"):
+        table.add_column(column, no_wrap=column != "what")
     for row in rows:
         spread = row.spread
         numbers = [f"{value:.3f}" for value in (spread.median, spread.min, spread.max)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import random
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.engine.titan.engine import TitanEngine
 from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
-from forge_trainer.types import LossOutput, TrainBatch, World
+from forge_trainer.types import LossOutput, OptimParams, TrainBatch, World
 from tests.actors.conftest import TRAINER
 from tests.data import random_sequences
 from tests.ranks import RankPool
@@ -58,10 +59,9 @@ def _one_step(rank: int, model_dir: Path, config: TrainerConfig) -> tuple[float,
     [
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full"},
-        {"compile": ["model"]},
         {"compile": ["loss"]},
     ],
-    ids=["selective", "full", "compiled model", "compiled loss"],
+    ids=["selective", "full", "compiled loss"],
 )
 def test_training_features_change_neither_gradient_nor_names(
     pool: RankPool, tiny_qwen3: Path, feature: dict[str, object]
@@ -73,6 +73,46 @@ def test_training_features_change_neither_gradient_nor_names(
     for name, tensor in wanted.items():
         assert found[name].dtype == torch.bfloat16
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+
+
+def _ten_calls(
+    rank: int, model_dir: Path, config: TrainerConfig
+) -> tuple[dict[str, int], list[float], set[str]]:
+    """Graphs that ten calls of different lengths make, by mode; gradient norms; names of weights."""
+    torch._dynamo.reset()
+    engine = TitanEngine(config, model_dir)
+    engine.setup()
+    plan = PackingPlan(48, 4, steady_shapes=True)
+    counters = torch._dynamo.utils.counters["stats"]
+    made, norms = {}, []
+    for mode in ("forward_backward", "forward"):
+        counters.clear()
+        rng = random.Random(0)
+        for call in range(10):
+            sequences = random_sequences(rng.randint(1, 24), seed=call)
+            batches = pack_sequences(sequences, dp_size=1, plan=plan).batches[0]
+            if mode == "forward":
+                engine.forward(batches)
+            else:
+                engine.forward_backward(batches, make_loss("grpo"))
+                norms.append(engine.optim_step(params=OptimParams(lr=0.0)).grad_norm)
+        made[mode] = counters["unique_graphs"]
+    names = set(published_by(engine, torch.bfloat16))
+    engine.close()
+    return made, norms, names
+
+
+def test_a_compiled_model_has_the_same_gradient_and_compiles_at_most_twice(
+    pool: RankPool, tiny_qwen3: Path
+) -> None:
+    """T was the longest row and B whatever came, so that nearly every call compiled anew."""
+    ((_, wanted, names),) = pool.run(1, _ten_calls, tiny_qwen3, ONE)
+    compiled = ONE.model_copy(update={"compile": ["model"]})
+    ((made, norms, compiled_names),) = pool.run(1, _ten_calls, tiny_qwen3, compiled)
+    assert 1 <= made["forward_backward"] <= 2
+    assert 1 <= made["forward"] <= 2
+    assert norms == pytest.approx(wanted, rel=1e-5)
+    assert compiled_names == names
 
 
 @pytest.mark.parametrize(
