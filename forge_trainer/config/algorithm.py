@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from .section import Section
+
+RL_LOSSES = ("importance_sampling", "reinforce", "ppo", "grpo", "dapo", "cispo", "gspo", "dro")
 
 
 class TaskConfig(Section):
@@ -21,9 +23,9 @@ class TaskConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    loss: Literal[
-        "importance_sampling", "reinforce", "ppo", "grpo", "dapo", "cispo", "gspo", "dro"
-    ] = "grpo"
+    loss: str = "grpo"
+    """`importance_sampling`, `reinforce`, `ppo`, `grpo`, `dapo`, `cispo`, `gspo`, `dro`, or a
+    function of your own as "package.module:name", which gets loss_options as keyword arguments."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt; a group of one has no advantage."""
@@ -40,6 +42,13 @@ class AlgorithmConfig(Section):
     max_policy_age: Annotated[int, Field(ge=0)] = 0
     """Updates a completion's weights may be behind when training on its batch begins; 0 is
     on-policy, but for later epochs and minibatches of the same batch."""
+
+    @field_validator("loss")
+    @classmethod
+    def loss_is_one_for_reinforcement_learning(cls, loss: str) -> str:
+        if ":" not in loss and loss not in RL_LOSSES:
+            raise ValueError(f"use one of {RL_LOSSES} or 'package.module:name'")
+        return loss
 
     @property
     def episodes_per_batch(self) -> int:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from .section import Fraction, Section
 
 
-class OptimizerConfig(Section):
-    """AdamW."""
+class ParamGroupConfig(Section):
+    """Parameters with settings of their own; None takes those of the others."""
 
+    pattern: str
+    """A regular expression that is searched for in TorchTitan's names, such as `norm` or
+    `^tok_embeddings`; of several groups, the first that matches takes a parameter."""
+    lr: Annotated[float, Field(ge=0.0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+
+    @field_validator("pattern")
+    @classmethod
+    def pattern_is_a_regular_expression(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from None
+        return pattern
+
+
+class OptimizerConfig(Section):
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
+    """How torch runs it; auto is fused on a GPU and foreach on the CPU."""
+    param_groups: list[ParamGroupConfig] = []
+    """Parameters that are updated otherwise, e.g. norms without weight decay."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8

@@ -133,6 +133,11 @@ class TrainerConfig(Section):
         for name in features:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"engine 'local' has no {name}, got {value!r}; use 'titan'")
+        if self.optimizer.param_groups or self.optimizer.implementation != "auto":
+            raise ValueError(
+                "engine 'local' has no optimizer.param_groups and no optimizer.implementation; "
+                "use 'titan'"
+            )
         return self
 
     @model_validator(mode="after")

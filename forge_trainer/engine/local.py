@@ -101,7 +101,7 @@ class LocalEngine:
 
     def _build_optimizer(self) -> None:
         optimizer, schedule = self._config.optimizer, self._config.lr_schedule
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = getattr(torch.optim, optimizer.name)(
             self._model.parameters(),
             lr=optimizer.lr,
             betas=optimizer.betas,

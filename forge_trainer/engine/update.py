@@ -124,12 +124,12 @@ class Updater:
         grads = [p.grad for p in self._parameters() if p.grad is not None]
         norm = total_norm(grads, self._sum_over_ranks) / count
         if not math.isfinite(norm):
-            return self._refuse_non_finite(norm)
+            return self._refuse_non_finite(norm, self._learning_rates(params))
         max_norm = params.max_grad_norm or self._config.optimizer.max_grad_norm
         clip = min(1.0, max_norm / norm) if norm > 0 else 1.0
         torch._foreach_mul_([_local(grad) for grad in grads], clip / count)
         with self._overridden(params):
-            learning_rate = float(self._optimizers[0].param_groups[0]["lr"])
+            rates = self._learning_rates(params)
             for optimizer in self._optimizers:
                 optimizer.step()
         self.step += 1
@@ -139,7 +139,7 @@ class Updater:
                 scheduler.step()
         self.clear()
         return OptimStepResult(
-            step=self.step, grad_norm=norm, learning_rate=learning_rate, metrics=self._metrics()
+            step=self.step, grad_norm=norm, learning_rate=rates[""], metrics=self._metrics(rates)
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -161,8 +161,7 @@ class Updater:
             )
         return choices[normalize]
 
-    def _refuse_non_finite(self, norm: float) -> OptimStepResult:
-        learning_rate = float(self._optimizers[0].param_groups[0]["lr"])
+    def _refuse_non_finite(self, norm: float, rates: dict[str, float]) -> OptimStepResult:
         self.clear()
         if self._config.on_non_finite == "raise":
             raise NonFiniteError(
@@ -175,13 +174,32 @@ class Updater:
         return OptimStepResult(
             step=self.step,
             grad_norm=norm,
-            learning_rate=learning_rate,
+            learning_rate=rates[""],
             skipped=True,
-            metrics=self._metrics(),
+            metrics=self._metrics(rates),
         )
 
-    def _metrics(self) -> dict[str, Metric]:
-        return {"trainer/skipped_steps": Last(float(self.skipped_steps))}
+    def _metrics(self, rates: dict[str, float]) -> dict[str, Metric]:
+        of_groups: dict[str, Metric] = {
+            f"trainer/learning_rate/{pattern}": Last(rate)
+            for pattern, rate in rates.items()
+            if pattern
+        }
+        return {"trainer/skipped_steps": Last(float(self.skipped_steps)), **of_groups}
+
+    def _learning_rates(self, params: OptimParams) -> dict[str, float]:
+        """By the pattern of a group, and under "" of all other parameters."""
+        config = self._config.optimizer
+        group = self._optimizers[0].param_groups[0]
+        if params.lr is not None:
+            return dict.fromkeys(["", *(g.pattern for g in config.param_groups)], params.lr)
+        if not config.param_groups:
+            return {"": float(group["lr"])}
+        # From the config, since a pipeline stage may hold no parameter of a group, and results of
+        # all ranks must agree. The schedule has one factor for all groups.
+        factor = float(group["lr"]) / group["initial_lr"] if group.get("initial_lr") else 1.0
+        own = {g.pattern: config.lr if g.lr is None else g.lr for g in config.param_groups}
+        return {pattern: lr * factor for pattern, lr in {"": config.lr, **own}.items()}
 
     def _parameters(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:

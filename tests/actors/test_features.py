@@ -78,7 +78,7 @@ def test_training_features_change_neither_gradient_nor_names(
 def _ten_calls(
     rank: int, model_dir: Path, config: TrainerConfig
 ) -> tuple[dict[str, int], list[float], set[str]]:
-    """Graphs that ten calls of different lengths make, by mode; gradient norms; names of weights."""
+    """Graphs that ten calls of different lengths make, by mode; gradient norms; weights' names."""
     torch._dynamo.reset()
     engine = TitanEngine(config, model_dir)
     engine.setup()

@@ -100,7 +100,9 @@ class TitanEngine:
         config = self._config
         optimizers, schedulers = [], []
         if config.trainable:
-            self._optimizers = build_optimizers(self._model, config.optimizer, self._device)
+            self._optimizers = build_optimizers(
+                self._model, config.optimizer, self._device, all_names=self._built.names
+            )
             self._schedulers = build_schedulers(self._optimizers, config.lr_schedule)
             optimizers, schedulers = list(self._optimizers), list(self._schedulers)
         else:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.losses import catalogue as losses
+from forge_trainer.functional.named import import_callable
 from forge_trainer.types import LossFn, LossOutput, TrainBatch
 
 from .kl import KL_ESTIMATORS, kl_to_reference
@@ -77,13 +78,16 @@ class Objective:
 def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> LossFn:
     """A loss function with its options bound.
 
-    A callable of the user's gets `config` as keyword arguments. It gets entropies, in
-    `batch.entropies_BT`, if it has an attribute `needs_entropy` that is true.
+    A callable of the user's, which "package.module:name" may point at, gets `config` as keyword
+    arguments. It gets entropies, in `batch.entropies_BT`, if it has an attribute `needs_entropy`
+    that is true.
 
     Raises:
         ConfigError: the name is not registered, or an option is not one of the loss.
     """
     options = dict(config or {})
+    if isinstance(loss, str) and ":" in loss:
+        loss = import_loss(loss, options)
     if not isinstance(loss, str):
         if not callable(loss):
             raise ConfigError(f"loss must be a name or a function, got {type(loss).__name__}")
@@ -99,8 +103,46 @@ def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> Lo
         )
     for name, value in options.items():
         _check_option(loss, name, value)
+    _check_clip_range(loss, function, options)
     terms = Terms(**{name: options.pop(name) for name in Terms.__slots__ if name in options})
     return Objective(functools.partial(function, **options) if options else function, terms)
+
+
+def import_loss(where: str, options: Mapping[str, Any]) -> LossFn:
+    """The user's loss at "package.module:name", if it takes the options.
+
+    Raises:
+        ConfigError: there is none, or it does not.
+    """
+    function: LossFn = import_callable("loss", where)
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss {where!r} cannot be called with (logprobs_BT, batch) and {sorted(options)}: "
+            f"{error}"
+        ) from None
+    except ValueError:
+        # It says nothing of its parameters.
+        pass
+    return function
+
+
+def _check_clip_range(
+    loss: str, function: Callable[..., LossOutput], options: Mapping[str, Any]
+) -> None:
+    """A ratio of 1, that of a token which nothing has changed, must lie within the bounds."""
+    parameters = inspect.signature(function).parameters
+    if "ratio_low" not in parameters:
+        return
+    low, high = (
+        options.get(name, parameters[name].default) for name in ("ratio_low", "ratio_high")
+    )
+    if not low <= 1 <= high:
+        raise ConfigError(
+            f"loss {loss!r}: ratio_low={low} and ratio_high={high} must have 1 between them; they "
+            "are bounds on the ratio itself, such as 0.8 and 1.2"
+        )
 
 
 def _check_option(loss: str, name: str, value: object) -> None:
