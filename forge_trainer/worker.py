@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -43,6 +44,8 @@ from forge_trainer.types import (
     SaveRequest,
     World,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -80,6 +83,7 @@ class Worker:
     def _setup_engine(self) -> EngineFacts:
         self._engine.setup()
         self._is_set_up = True
+        logger.info("rank %d of %d is set up", self._world.rank, self._world.size)
         facts = self._engine.facts()
         require_memory_snapshots(self._config.profiling, facts.device)
         return facts
@@ -247,9 +251,11 @@ class Worker:
             return work()
         except ForgeTrainerError as error:
             self._last_error = str(error)
+            logger.error("%s failed: %s", phase, error, exc_info=True)
             raise
         except Exception as error:
             self._last_error = f"{type(error).__name__}: {error}"
+            logger.error("%s failed: %s", phase, self._last_error, exc_info=True)
             kind = CollectiveError if is_collective_failure(error) else EngineError
             step = self._engine.step if self._is_set_up else None
             raise kind(self._last_error, rank=self._world.rank, phase=phase, step=step) from error

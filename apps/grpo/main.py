@@ -63,11 +63,17 @@ def start(config: GrpoConfig) -> None:
 async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -> None:
     """Start the processes and run both loops until the steps are done."""
     from forge_trainer.processes.lifecycle import running_services
+    from forge_trainer.processes.rank_logs import RankLogs
     from forge_trainer.replay import Replay
     from forge_trainer.reporting.files import write_facts
     from forge_trainer.run.pipeline import Pipeline
     from forge_trainer.run.rollout import run_rollout
-    from forge_trainer.run.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE, FINAL_FOLDER
+    from forge_trainer.run.run_folder import (
+        CHECKPOINTS_FOLDER,
+        FACTS_FILE,
+        FINAL_FOLDER,
+        LOGS_FOLDER,
+    )
     from forge_trainer.run.training import Models, TrainPlan, leave_model, run_training
     from forge_trainer.tasks import run_with_background
     from forge_trainer.types import SamplingParams
@@ -97,12 +103,12 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
     try:
         async with running_services(
             config.trainer,
-            config.generator,
+            config.seeded_generator,
             config.weights,
             model_dir=model_dir,
             checkpoint_folder=checkpoints,
-            seed=config.run.seed,
             reference=config.reference_trainer if config.needs_reference else None,
+            logs=RankLogs(str((folder / LOGS_FOLDER).absolute()), config.reporting.log_level),
         ) as services:
             write_facts(await services.trainer.get_config(), folder / FACTS_FILE)
             rollout = run_rollout(

@@ -109,11 +109,10 @@ async def compare(config: GrpoConfig, model_dir: Path, checkpoint: Path | None) 
     alone = {"trainable": False, "master_port": None, "profiling": ProfilingConfig()}
     async with running_services(
         config.trainer.model_copy(update=alone),
-        config.generator,
+        config.seeded_generator,
         config.weights,
         model_dir=model_dir,
         checkpoint_folder=model_dir,
-        seed=config.run.seed,
     ) as services:
         if checkpoint is not None:
             await services.trainer.load(path=str(checkpoint.resolve()), weights_only=True)

@@ -26,10 +26,9 @@ class GeneratorActor(Actor):
         config: GeneratorConfig,
         weights: WeightsConfig,
         model_dir: str,
-        seed: int,
     ) -> None:
         self._weights = weights
-        self._generator = make_generator(config, weights, model_dir=Path(model_dir), seed=seed)
+        self._generator = make_generator(config, weights, model_dir=Path(model_dir))
 
     @concurrent_endpoint
     async def open_store(self, address: StoreAddress) -> None:

@@ -16,6 +16,8 @@ class GeneratorConfig(Section):
     max_prompt_tokens: PositiveInt = 128
     max_completion_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
+    seed: int | None = None
+    """Of sampling; None takes run.seed."""
     batch_size: PositiveInt = 256
     """Completions sampled at one time."""
     cpu_threads: PositiveInt = 1

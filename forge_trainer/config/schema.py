@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -33,6 +33,8 @@ class ReportingConfig(Section):
     tensorboard: bool = True
     rollouts_per_step: Annotated[int, Field(ge=0)] = 8
     """Episodes of every step that go to rollouts.jsonl."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What every process writes to its file in `logs`. Errors go to the console, too."""
 
 
 class ReferenceConfig(Section):
@@ -65,6 +67,13 @@ class GrpoConfig(Section):
     @property
     def needs_reference(self) -> bool:
         return bool(self.algorithm.loss_options.get("kl_coef"))
+
+    @property
+    def seeded_generator(self) -> GeneratorConfig:
+        """The generator's config with a seed."""
+        if self.generator.seed is not None:
+            return self.generator
+        return self.generator.model_copy(update={"seed": self.run.seed})
 
     @property
     def trainers(self) -> list[TrainerConfig]:

@@ -10,7 +10,7 @@ from .generator import ModelGenerator
 
 
 def make_generator(
-    config: GeneratorConfig, weights: WeightsConfig, *, model_dir: Path, seed: int
+    config: GeneratorConfig, weights: WeightsConfig, *, model_dir: Path
 ) -> ModelGenerator:
     """A generator that runs in the dtype that weights are published in."""
     # Heavy libraries are imported only for the chosen backend.
@@ -19,4 +19,4 @@ def make_generator(
     from .transformers import TransformersModel
 
     dtype: torch.dtype = getattr(torch, weights.dtype)
-    return ModelGenerator(TransformersModel(config, model_dir=model_dir, dtype=dtype, seed=seed))
+    return ModelGenerator(TransformersModel(config, model_dir=model_dir, dtype=dtype))

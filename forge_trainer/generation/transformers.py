@@ -27,13 +27,10 @@ from forge_trainer.types import Completion, SamplingParams
 class TransformersModel:
     """Tokenizer, weights and sampling of a Hugging Face directory. Call `load` first."""
 
-    def __init__(
-        self, config: GeneratorConfig, *, model_dir: Path, dtype: torch.dtype, seed: int
-    ) -> None:
+    def __init__(self, config: GeneratorConfig, *, model_dir: Path, dtype: torch.dtype) -> None:
         self._config = config
         self._model_dir = model_dir
         self._dtype = dtype
-        self._seed = seed
         self.tensors: dict[str, Tensor] = {}
         """What it runs on, to be filled in place; a tied tensor under one of its names."""
 
@@ -51,7 +48,7 @@ class TransformersModel:
         # those of another distribution.
         self._model.generation_config = GenerationConfig()
         with torch.random.fork_rng(devices=self._gpus):
-            torch.manual_seed(self._seed)
+            torch.manual_seed(self._config.seed or 0)
             self._rng_states = _get_rng_states(self._device)
 
     @property

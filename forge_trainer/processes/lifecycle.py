@@ -33,6 +33,7 @@ from .meshes import (
     require_free_port,
     running_mesh,
 )
+from .rank_logs import RankLogs
 from .store import IN_MEMORY, RunStore
 
 
@@ -59,10 +60,12 @@ async def running_services(
     *,
     model_dir: Path,
     checkpoint_folder: Path,
-    seed: int = 0,
     reference: TrainerConfig | None = None,
+    logs: RankLogs | None = None,
 ) -> AsyncIterator[Services]:
     """A store, a TitanTrainer mesh, a generator and perhaps a reference model, ready for calls.
+
+    Without `logs`, the processes log errors only, to the console.
 
     Raises:
         ConfigError: the config does not fit the model, the trainer's port is in use, or shared
@@ -78,18 +81,23 @@ async def running_services(
         store = RunStore(weights, stack)
         trainer_meshes = {
             name: await stack.enter_async_context(
-                running_mesh(name, num_processes=config.num_ranks, cpu_threads=config.cpu_threads)
+                running_mesh(
+                    name,
+                    num_processes=config.num_ranks,
+                    cpu_threads=config.cpu_threads,
+                    logs=logs,
+                )
             )
             for name, config in trainers.items()
         }
         generator_mesh = await stack.enter_async_context(
-            running_mesh("generator", num_processes=1, cpu_threads=generator.cpu_threads)
+            running_mesh("generator", num_processes=1, cpu_threads=generator.cpu_threads, logs=logs)
         )
         ranks = {
             name: await _spawn_ranks(trainer_meshes[name], config, weights, model_dir)
             for name, config in trainers.items()
         }
-        generating = _spawn_generator(generator_mesh, generator, weights, model_dir, seed)
+        generating = _spawn_generator(generator_mesh, generator, weights, model_dir)
         opened = {"trainer": await store.open([ranks["trainer"], generating])}
         if reference is not None:
             await ranks["reference"].open_store(IN_MEMORY)
@@ -121,8 +129,6 @@ async def _spawn_ranks(
 
 
 def _spawn_generator(
-    mesh: ProcMesh, config: GeneratorConfig, weights: WeightsConfig, model_dir: Path, seed: int
+    mesh: ProcMesh, config: GeneratorConfig, weights: WeightsConfig, model_dir: Path
 ) -> GeneratorHandle:
-    return GeneratorHandle(
-        mesh.spawn("generator", GeneratorActor, config, weights, str(model_dir), seed)
-    )
+    return GeneratorHandle(mesh.spawn("generator", GeneratorActor, config, weights, str(model_dir)))

@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import monarch.actor
-from monarch.actor import ProcMesh, this_host
+from monarch.actor import ProcMesh, current_rank, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from forge_trainer.actors.trainer import RANKS
 from forge_trainer.errors import ConfigError
-from forge_trainer.processes import torchstore_patch
+
+from . import torchstore_patch
+from .rank_logs import RankLogs, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +47,20 @@ def _log_fault(failure: Any) -> None:
     logger.debug("%s", failure)
 
 
-def spawn_mesh(name: str, *, num_processes: int, cpu_threads: int) -> ProcMesh:
+def spawn_mesh(
+    name: str, *, num_processes: int, cpu_threads: int, logs: RankLogs | None = None
+) -> ProcMesh:
     """Processes on this host, with a single axis `ranks`; not waited for."""
     return this_host().spawn_procs(
         per_host={RANKS: num_processes},
-        bootstrap=functools.partial(_bootstrap, cpu_threads),
+        bootstrap=functools.partial(_bootstrap, name, cpu_threads, logs),
         name=name,
     )
 
 
-def _bootstrap(cpu_threads: int) -> None:
+def _bootstrap(mesh: str, cpu_threads: int, logs: RankLogs | None) -> None:
     """Runs in a new process before any actor is made in it."""
+    set_up_logging(logs, mesh=mesh, rank=current_rank().rank)
     # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
     os.setpgid(0, 0)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -113,10 +118,10 @@ def require_free_port(port: int) -> None:
 
 @contextlib.asynccontextmanager
 async def running_mesh(
-    name: str, *, num_processes: int, cpu_threads: int
+    name: str, *, num_processes: int, cpu_threads: int, logs: RankLogs | None = None
 ) -> AsyncIterator[ProcMesh]:
     """Processes on this host that are stopped at the end, whatever happens."""
-    mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads)
+    mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads, logs=logs)
     try:
         yield mesh
     finally:

@@ -20,6 +20,8 @@ MODEL_FOLDER = "model"
 """A model made on the fly."""
 FINAL_FOLDER = "final"
 """The trained model, as a Hugging Face directory."""
+LOGS_FOLDER = "logs"
+"""A file per process."""
 CONTENTS = (
     FACTS_FILE,
     METRICS_FILE,
@@ -28,6 +30,7 @@ CONTENTS = (
     CHECKPOINTS_FOLDER,
     MODEL_FOLDER,
     FINAL_FOLDER,
+    LOGS_FOLDER,
     CONFIG_FILE,
 )
 """All that a run writes, and all that --overwrite deletes."""

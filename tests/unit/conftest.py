@@ -62,7 +62,6 @@ def bench(request: pytest.FixtureRequest, tiny_qwen3: Path, tmp_path: Path) -> I
             GeneratorConfig(device="cpu", max_prompt_tokens=8),
             WeightsConfig(),
             model_dir=tiny_qwen3,
-            seed=0,
         )
         generator.use_store(store)
         runner.run(generator.setup())

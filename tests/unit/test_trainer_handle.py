@@ -334,7 +334,7 @@ def test_forward_returns_logprobs_of_the_generator(bench: Bench) -> None:
 
 def test_the_same_seed_samples_the_same(bench: Bench, tiny_qwen3: Path) -> None:
     twin = make_generator(
-        GeneratorConfig(device="cpu", batch_size=2), WeightsConfig(), model_dir=tiny_qwen3, seed=7
+        GeneratorConfig(device="cpu", batch_size=2, seed=7), WeightsConfig(), model_dir=tiny_qwen3
     )
     bench.run(twin.setup())
     sampling = SamplingParams(max_completion_tokens=4, num_completions=4)

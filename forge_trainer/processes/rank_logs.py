@@ -1,0 +1,45 @@
+"""What processes log: a file for each, and errors on the console with who they are of."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLogs:
+    """Where the processes of a run log, and how much."""
+
+    folder: str
+    """Gets a file per process, such as trainer-0.log; made if it is not there."""
+    level: str = "INFO"
+
+
+def set_up_logging(logs: RankLogs | None, *, mesh: str, rank: int) -> None:
+    """Let this process log; without `logs`, only errors to the console."""
+    root = logging.getLogger()
+    console = _OneLine(sys.stderr)
+    console.setLevel(logging.ERROR)
+    console.setFormatter(logging.Formatter(f"%(levelname)s {mesh} {rank}: %(message)s"))
+    root.addHandler(console)
+    if logs is not None:
+        folder = Path(logs.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / f"{mesh}-{rank}.log")
+        file.setFormatter(logging.Formatter(LINE))
+        root.addHandler(file)
+        root.setLevel(logs.level)
+
+
+class _OneLine(logging.StreamHandler):  # type: ignore[type-arg]
+    """Without tracebacks: those are in the file, and the error itself reaches the caller."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        short = copy.copy(record)
+        short.exc_info = short.exc_text = short.stack_info = None
+        super().emit(short)
