@@ -25,6 +25,8 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     num_layers: int
+    attention_width: int
+    """Heads times their size."""
     max_sequence_tokens: int
     tie_embeddings: bool
 
@@ -79,6 +81,9 @@ def read_model_facts(path: Path) -> ModelFacts:
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             num_layers=config["num_hidden_layers"],
+            attention_width=config["num_attention_heads"] * config["head_dim"]
+            if config.get("head_dim")
+            else config.get("hidden_size", 0),
             max_sequence_tokens=config["max_position_embeddings"],
             tie_embeddings=config.get("tie_word_embeddings", False),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from forge_trainer.pieces import WeightsVersion
 
@@ -22,6 +23,13 @@ class EngineFacts:
     has_outputs: bool
     """True where the model ends: this rank's log-probs, loss and metrics are those that count."""
     device: str
+    num_matmul_parameters: int = 0
+    """Of the whole model, without embeddings that are only looked up."""
+    num_layers: int = 0
+    attention_width: int = 0
+    """Heads times their size."""
+    peak_flops: float | None = None
+    """Operations per second that the device can do at most; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,11 @@ class TrainerFacts:
     vocab_size: int
     max_sequence_tokens: int
     num_parameters: int
+    model_config: dict[str, Any]
+    """The directory's config.json."""
     dp_size: int
+    degrees: dict[str, int]
+    """Ranks on every axis: data_shard, data_replicate, tensor, pipeline."""
     weights_transport: str
     """How published weights travel."""
     ranks: list[RankFacts]

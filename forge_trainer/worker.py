@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -106,9 +108,10 @@ class Worker:
 
         def forward_backward() -> EngineForwardBackward:
             self._begin_step()
-            return self._engine.forward_backward(
+            share = self._engine.forward_backward(
                 rows.batches(), loss_fn, return_logprobs=return_logprobs
             )
+            return dataclasses.replace(share, peak_memory_bytes=peak_memory_bytes())
 
         return await self._run("forward_backward", forward_backward)
 
@@ -261,6 +264,15 @@ class Worker:
             raise kind(self._last_error, rank=self._world.rank, phase=phase, step=step) from error
         finally:
             self._phase, self._phase_since = "idle", time.monotonic()
+
+
+def peak_memory_bytes() -> int:
+    """Of the GPU since this was asked last; without one, of the process since it started."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def is_collective_failure(error: BaseException) -> bool:

@@ -102,6 +102,16 @@ class TrainerConfig(Section):
         return self.collective_timeout_s - self.grace_s
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """Ranks on every axis."""
+        return {
+            "data_shard": self.dp_size // self.parallel.data_replicate,
+            "data_replicate": self.parallel.data_replicate,
+            "tensor": self.parallel.tensor,
+            "pipeline": self.parallel.pipeline,
+        }
+
+    @property
     def layout(self) -> str:
         """Which rank holds what, e.g. "dp2x1 tp2 pp1" (shards x replicas)."""
         shards = self.dp_size // self.parallel.data_replicate

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
+from forge_trainer.functional.flops import training_flops
 from forge_trainer.functional.losses.objective import make_loss, required_fields
 from forge_trainer.functional.packing import (
     PackedCall,
@@ -17,7 +19,7 @@ from forge_trainer.functional.packing import (
     unpack_values,
 )
 from forge_trainer.functional.validation import pack_valid
-from forge_trainer.metrics import Sum, merge_metrics
+from forge_trainer.metrics import Max, Mean, Metric, Sum, merge_metrics
 from forge_trainer.status import EngineFacts
 from forge_trainer.types import (
     EngineForwardBackward,
@@ -102,7 +104,7 @@ class BatchDealer:
 
     async def forward(self, call: PackedCall, with_entropy: bool) -> ForwardResult:
         """Log-probs of all sequences, from all ranks."""
-        outputs = await self._call("forward", call, with_entropy)
+        outputs = self.one_per_dp_rank(await self._call("forward", call, with_entropy))
         return merge_outputs(call, outputs, with_entropy=with_entropy)
 
     async def forward_backward(self, call: PreparedCall) -> ForwardBackwardResult:
@@ -112,10 +114,14 @@ class BatchDealer:
             EngineError: also for metrics of different ranks that do not merge.
         """
         try:
-            shares = await self._call(
+            start = time.perf_counter()
+            by_rank: list[EngineForwardBackward] = await self._call(
                 "forward_backward", call.packed, call.loss, call.loss_config, call.return_logprobs
             )
-            return merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+            shares = self.one_per_dp_rank(by_rank)
+            merged = merge_shares(call.packed, shares, return_logprobs=call.return_logprobs)
+            merged.metrics.update(self._costs(call.packed, by_rank, time.perf_counter() - start))
+            return merged
         except (WorkerLostError, DataError):
             # Lost, or not sent to any rank.
             raise
@@ -128,9 +134,31 @@ class BatchDealer:
             ) from error
 
     async def _call(self, method: str, call: PackedCall, *args: Any) -> list[Any]:
-        """Give every rank the rows of its data-parallel rank; see `one_per_dp_rank`."""
+        """Give every rank the rows of its data-parallel rank; what they answer, by rank."""
         own = [(call.ranks[fact.dp_rank], *args) for fact in self._facts]
-        return self.one_per_dp_rank(await self._ranks.call(method, own))
+        return await self._ranks.call(method, own)
+
+    def _costs(
+        self, call: PackedCall, by_rank: Sequence[EngineForwardBackward], seconds: float
+    ) -> dict[str, Metric]:
+        """Time, memory and throughput of a forward_backward, as seen from here."""
+        facts, size = self._facts[0], self._ranks.size
+        lengths = [placement.length for placement in call.placements]
+        peak_gb = max(share.peak_memory_bytes for share in by_rank) / 1e9
+        costs: dict[str, Metric] = {
+            "time/forward_backward_s": Sum(seconds),
+            "memory/peak_gb": Max(peak_gb),
+            "trainer/tokens_per_s_per_rank": Mean(sum(lengths) / size, seconds),
+        }
+        if facts.peak_flops is not None:
+            flops = training_flops(
+                lengths,
+                num_matmul_parameters=facts.num_matmul_parameters,
+                num_layers=facts.num_layers,
+                attention_width=facts.attention_width,
+            )
+            costs["trainer/mfu"] = Mean(flops / size / facts.peak_flops, seconds)
+        return costs
 
     def one_per_dp_rank(self, by_rank: Sequence[Any]) -> list[Any]:
         """Of the ranks that saw the same tokens, the first one where the model ends counts."""

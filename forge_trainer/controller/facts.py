@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from pathlib import Path
 
+from forge_trainer.hf import read_hf_config
 from forge_trainer.status import EngineFacts, RankStatus, TrainerFacts, TrainerStatus
 
 from .publishing import WeightsPublisher
-from .ranks import RankCalls, ask_all
+from .ranks import RankCalls, TrainerSetup, ask_all
 
 LIBRARIES = ("torch", "torchtitan", "torchmonarch", "torchstore", "transformers")
 
 
 async def trainer_facts(
-    ranks: RankCalls, facts: EngineFacts, model_dir: Path, transport: str
+    ranks: RankCalls, facts: EngineFacts, setup: TrainerSetup, transport: str
 ) -> TrainerFacts:
     """Facts that do not change while the trainer lives."""
     return TrainerFacts(
-        model_path=str(model_dir),
+        model_path=str(setup.model_dir),
         model_type=facts.model_type,
         vocab_size=facts.vocab_size,
         max_sequence_tokens=facts.max_sequence_tokens,
         num_parameters=facts.num_parameters,
+        model_config=read_hf_config(setup.model_dir),
         dp_size=facts.dp_size,
+        degrees=setup.trainer.degrees,
         weights_transport=transport,
         ranks=await ask_all(ranks, "facts"),
         library_versions={name: importlib.metadata.version(name) for name in LIBRARIES},

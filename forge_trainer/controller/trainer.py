@@ -7,10 +7,13 @@ knows Monarch: ranks are reached through `RankCalls`, over actors or in this pro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
+from forge_trainer.metrics import Sum
 from forge_trainer.pieces import WeightsRef
 from forge_trainer.status import EngineFacts, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
@@ -252,7 +255,7 @@ class TrainerHandle:
     async def get_config(self) -> TrainerFacts:
         """Static facts of the trainer and all its ranks."""
         transport = self._publisher.transport
-        return await trainer_facts(self._ranks, self._facts, self._setup.model_dir, transport)
+        return await trainer_facts(self._ranks, self._facts, self._setup, transport)
 
     async def get_status(self) -> TrainerStatus:
         """A snapshot that answers at once, also while a step runs."""
@@ -288,10 +291,12 @@ class TrainerHandle:
         self, normalize: Normalize, params: OptimParams | None
     ) -> OptimStepResult:
         await self._publisher.wait_for_live_weights()
+        start = time.perf_counter()
         results: list[OptimStepResult] = await self._call_all("optim_step", normalize, params)
         result = agreed("optim_step", results)
         self._step = result.step
-        return result
+        seconds = Sum(time.perf_counter() - start)
+        return replace(result, metrics={**result.metrics, "time/optim_step_s": seconds})
 
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         return await self._ranks.call(method, [args] * self._ranks.size)

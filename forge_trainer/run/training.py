@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from forge_trainer.config import AlgorithmConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
 from forge_trainer.metrics import merge_metrics, metric_values
@@ -74,7 +76,9 @@ async def run_training(
             if plan.checkpoint_interval and step // plan.checkpoint_interval > (
                 before // plan.checkpoint_interval
             ):
+                saving = time.perf_counter()
                 await trainer.save(wait=not plan.async_checkpoints)
+                row["time/save_s"] = time.perf_counter() - saving
                 saved = step
             row["time/step_s"] = time.perf_counter() - start
             row["trainer/tokens_per_s"] = _num_tokens(groups) / row["time/step_s"]
@@ -104,6 +108,7 @@ async def _train_on(
     """The updates of a batch; how long they took is added to `row`."""
     start = time.perf_counter()
     sequences = sequences_of(groups, plan.algorithm)
+    row |= advantage_metrics(sequences)
     if models.reference is not None:
         sequences = await with_ref_logprobs(sequences, models.reference)
         row["time/reference_s"] = time.perf_counter() - start
@@ -127,6 +132,12 @@ async def _finish_batch(
         sync = await finish_sync(staged, models.trainer, models.generator)
         await pipeline.set_generator_version(staged.ref.version.policy_version)
     reporter.report_step(batch_metrics(groups, results, sync) | row, list(episodes_of(groups)))
+
+
+def advantage_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Mean and standard deviation over episodes, each of which has one advantage."""
+    advantages = np.array([np.asarray(s.advantages)[-1] for s in sequences])
+    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
 
 
 async def train_batch(

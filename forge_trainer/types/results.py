@@ -29,6 +29,8 @@ class EngineForwardBackward:
     metrics: dict[str, Metric]
     logprobs_BT: list[Tensor]
     """One per microbatch, float32, on the CPU; empty unless asked for."""
+    peak_memory_bytes: int = 0
+    """Of the device since the last call; on the CPU, of the process since it started."""
 
 
 @dataclass(frozen=True, slots=True)

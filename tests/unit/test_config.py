@@ -202,6 +202,8 @@ def test_a_model_inside_the_folder_to_be_emptied_is_kept(
         ({"kl_coef": -0.1}, "kl_coef is -0.1"),
         ({"ratio_low": -3.0}, "ratio_low is -3.0"),
         ({"ratio_low": "wide"}, "ratio_low is 'wide'"),
+        ({"ratio_low": 1.3, "ratio_high": 1.2}, "ratio_low=1.3 and ratio_high=1.2 must have 1"),
+        ({"ratio_high": 0.9}, "ratio_low=0.8 and ratio_high=0.9 must have 1"),
     ],
 )
 def test_loss_options_are_checked_before_anything_starts(

@@ -9,6 +9,7 @@ import pytest
 
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.advantages import group_advantages
+from forge_trainer.functional.flops import device_peak_flops, training_flops
 from forge_trainer.functional.rewards import exact_match, resolve_reward, starts_with_answer
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.functional.sequences import group_sequences
@@ -73,6 +74,15 @@ def test_a_reward_can_be_the_users_own() -> None:
 
 def always_two(completion: str, prompt: Prompt) -> float:
     return 2.0
+
+
+def test_training_flops_of_the_documented_example() -> None:
+    model = {"num_matmul_parameters": 100, "num_layers": 2, "attention_width": 8}
+    assert training_flops([10], **model) == 25_200
+    assert training_flops([5, 5], **model) == 6 * 100 * 10 + 12 * 2 * 8 * 50
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert device_peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert device_peak_flops("a CPU", "bfloat16") is None
 
 
 def test_sequences_mark_completion_tokens_as_targets() -> None:

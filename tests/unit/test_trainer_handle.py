@@ -29,7 +29,7 @@ from forge_trainer.functional.losses.tokens import document_means
 from forge_trainer.functional.pieces import manifests
 from forge_trainer.generation import make_generator
 from forge_trainer.generation.transformers import TransformersModel
-from forge_trainer.metrics import Mean
+from forge_trainer.metrics import Mean, Sum
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
 from forge_trainer.weights import reading
@@ -560,6 +560,59 @@ def test_config_tells_the_static_facts(bench: Bench, tiny_qwen3: Path) -> None:
     assert facts.model_path == str(tiny_qwen3)
     assert [rank.coordinates for rank in facts.ranks] == [{"dp": 0, "tp": 0, "pp": 0}]
     assert facts.library_versions["torchtitan"] == "0.3.0"
+    assert facts.model_config["num_hidden_layers"] == 2
+    assert facts.degrees == {"data_shard": 1, "data_replicate": 1, "tensor": 1, "pipeline": 1}
+
+
+def test_a_step_tells_what_it_costs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of its phases, memory, tokens per second; MFU where the device's peak is known."""
+    result = bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
+    fb, optim = result.forward_backward.metrics, result.optim.metrics
+    seconds = fb["time/forward_backward_s"].value
+    assert seconds > 0
+    assert optim["time/optim_step_s"].value > 0
+    assert 0.05 < fb["memory/peak_gb"].value < 100
+    tokens = sum(len(sequence) for sequence in GOOD)
+    assert fb["trainer/tokens_per_s_per_rank"].value == pytest.approx(tokens / seconds)
+    assert "trainer/mfu" not in fb
+    dealer = bench.trainer._batches
+    facts = dataclasses.replace(
+        dealer._facts[0],
+        peak_flops=1e12,
+        num_matmul_parameters=1000,
+        num_layers=2,
+        attention_width=16,
+    )
+    monkeypatch.setattr(dealer, "_facts", [facts])
+    fb = bench.run(bench.trainer.forward_backward(GOOD, loss="grpo")).metrics
+    pairs = sum(len(sequence) ** 2 for sequence in GOOD)
+    wanted = (6e3 * tokens + 12 * 2 * 16 * pairs) / fb["time/forward_backward_s"].value / 1e12
+    assert fb["trainer/mfu"].value == pytest.approx(wanted)
+
+
+def custom_loss(logprobs_BT: torch.Tensor, batch: TrainBatch, *, bonus: float) -> LossOutput:
+    """Weighs tokens by a column of the sequences' own."""
+    weighted_BT = logprobs_BT * batch.extra["score"] * batch.loss_mask_BT
+    return LossOutput(-bonus * weighted_BT.sum(), {"loss/turns": Sum(batch.extra["turn"].sum())})  # type: ignore[arg-type]
+
+
+def test_extra_columns_reach_a_loss_that_is_named(bench: Bench) -> None:
+    name = f"{__name__}:custom_loss"
+    sequences = [
+        dataclasses.replace(s, extra={"score": [0.5] * len(s), "turn": [3] * len(s)}) for s in GOOD
+    ]
+    still = OptimParams(lr=0.0, max_grad_norm=1e9)
+    result = bench.run(
+        bench.trainer.train_step(sequences, loss=name, loss_config={"bonus": 4.0}, params=still)
+    )
+    wanted = bench.run(bench.trainer.train_step(GOOD, loss="cross_entropy", params=still))
+    assert result.optim.grad_norm == pytest.approx(2 * wanted.optim.grad_norm, rel=1e-5)
+    turns = result.forward_backward.metrics["loss/turns"].value
+    assert turns == 3 * sum(len(sequence) for sequence in GOOD)
+    with pytest.raises(ConfigError, match="cannot be called with .*missing a required .*'bonus'"):
+        bench.run(bench.trainer.train_step(sequences, loss=name))
+    with pytest.raises(ConfigError, match="'tests.unit.nothing:loss' cannot be imported"):
+        bench.run(bench.trainer.train_step(sequences, loss="tests.unit.nothing:loss"))
 
 
 def test_errors_of_the_handle_are_ours(bench: Bench) -> None:

@@ -19,6 +19,7 @@ from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
 from forge_trainer.engine.checkpoint.export import HfWriter
 from forge_trainer.engine.checkpoint.random_state import seed_everything
 from forge_trainer.engine.checkpoint.together import RankGroup
+from forge_trainer.functional.flops import device_peak_flops
 from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
 from forge_trainer.pieces import WeightPiece
 from forge_trainer.status import EngineFacts
@@ -140,7 +141,17 @@ class TitanEngine:
             coordinates={"dp": dp_rank, "tp": coordinate("tp"), "pp": coordinate("pp")},
             has_outputs=self._built.has_lm_head,
             device=str(self._device),
+            num_matmul_parameters=self._built.num_matmul_parameters,
+            num_layers=facts.num_layers,
+            attention_width=facts.attention_width,
+            peak_flops=self._peak_flops(),
         )
+
+    def _peak_flops(self) -> float | None:
+        if self._device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self._device)
+        return device_peak_flops(name, self._config.compute_dtype)
 
     def forward(
         self, batches: Sequence[TrainBatch], *, with_entropy: bool = False

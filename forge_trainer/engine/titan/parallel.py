@@ -57,6 +57,8 @@ class BuiltModel:
     """Of all tensors of the whole model."""
     num_parameters: int
     """Of the whole model."""
+    num_matmul_parameters: int
+    """Of the whole model, without embeddings that are only looked up."""
     has_lm_head: bool
     schedule: Any
     """torch's pipeline schedule; None without pipeline parallelism."""
@@ -82,10 +84,9 @@ def build_model(
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     with torch.device("meta"):
         model = spec.model.build()
-    names, num_parameters = (
-        frozenset(model.state_dict()),
-        sum(p.numel() for p in model.parameters()),
-    )
+    names = frozenset(model.state_dict())
+    num_parameters = sum(p.numel() for p in model.parameters())
+    looked_up = 0 if model.enable_weight_tying else model.tok_embeddings.weight.numel()
     options: dict[str, Any] = {
         "parallel_dims": parallel_dims,
         "training": TrainingConfig(
@@ -114,7 +115,7 @@ def build_model(
     _materialise(model, device)
     if is_last:
         _replace_lm_head(model, config.logprob_chunk_tokens)
-    return BuiltModel(model, names, num_parameters, is_last, schedule)
+    return BuiltModel(model, names, num_parameters, num_parameters - looked_up, is_last, schedule)
 
 
 def _materialise(model: Decoder, device: torch.device) -> None:
