@@ -7,7 +7,7 @@ from .algorithm import AlgorithmConfig, TaskConfig
 from .generation import GeneratorConfig
 from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
-from .optimizer import LRScheduleConfig, OptimizerConfig
+from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -22,6 +22,7 @@ __all__ = [
     "OptimizerConfig",
     "PackingConfig",
     "ParallelConfig",
+    "ParamGroupConfig",
     "ProfilingConfig",
     "ReferenceConfig",
     "ReportingConfig",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +40,13 @@ def check_models(
     """
     for trainer in trainers:
         check_trainer(path, trainer)
+        if trainer.checkpoint_folder is not None:
+            require_writable("trainer.checkpoint_folder", trainer.checkpoint_folder)
+        if trainer.profiling.folder is not None:
+            require_writable("trainer.profiling.folder", trainer.profiling.folder)
+    if weights.shared_memory_folder is not None:
+        # Asked for by name, so not passed over under `transport: auto`.
+        require_writable("weights.shared_memory_folder", weights.shared_memory_folder, make=False)
     check_generator(path, generator)
     check_dtypes(weights, generator)
 
@@ -87,14 +96,39 @@ def check_dtypes(weights: WeightsConfig, generator: GeneratorConfig) -> None:
         )
 
 
-def check_checkpoint_folder(trainer: TrainerConfig) -> None:
-    """A folder of checkpoints outside the run folder must not hold another run's.
+def require_writable(key: str, folder: str, *, make: bool = True) -> None:
+    """A folder that can be written, and, if `make`, one that can be made.
 
     Raises:
-        ConfigError: it does, so that saving would fail in mid-run.
+        ConfigError: neither. Nothing is left behind.
+    """
+    path = Path(folder)
+    missing = [part for part in (path, *path.parents) if not part.exists()]
+    if missing and not make:
+        raise ConfigError(f"{key}: {folder} does not exist; make it, or leave the key out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}") from error
+    finally:
+        for part in missing:
+            with contextlib.suppress(OSError):
+                part.rmdir()
+
+
+def check_checkpoint_folder(trainer: TrainerConfig) -> None:
+    """A folder of checkpoints outside the run folder can be made, and holds no other run's.
+
+    Raises:
+        ConfigError: saving would fail in mid-run.
     """
     folder = trainer.checkpoint_folder
-    if folder and any(Path(folder).glob("step-*")):
+    if folder is None:
+        return
+    require_writable("trainer.checkpoint_folder", folder)
+    if any(Path(folder).glob("step-*")):
         raise ConfigError(
             f"trainer.checkpoint_folder: {folder} holds checkpoints already; choose another folder"
         )

@@ -56,7 +56,7 @@ class RunStore:
             try:
                 self._folder = stack.enter_context(shared_folder(Path(root) if root else None))
             except (ConfigError, WeightsError) as error:
-                if config.transport == "shared_memory":
+                if config.transport == "shared_memory" or root:
                     raise
                 logger.warning("weights.transport auto: %s", error)
 

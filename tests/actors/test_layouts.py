@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,13 @@ def _read_titan(engine: Any, *, gradients: bool) -> dict[str, Tensor]:
     return dict(engine._adapter.to_hf(tensors))
 
 
-def _run_on_rank(rank: int, layout: str, model_dir: Path, folder: Path, cases: list[Case]) -> Any:
+def _run_on_rank(
+    rank: int, layout: str, model_dir: Path, folder: Path, cases: list[Case], **options: Any
+) -> Any:
     from forge_trainer.engine.titan.engine import TitanEngine
 
     size, parallel = LAYOUTS[layout]
-    engine = TitanEngine(_config(size, parallel), model_dir, World(rank, rank, size))
+    engine = TitanEngine(_config(size, parallel, **options), model_dir, World(rank, rank, size))
     engine.setup()
     initial = str(folder / f"{layout}-initial")
     engine.save(SaveRequest(initial))
@@ -270,6 +273,26 @@ def test_every_layout_has_the_gradient_of_one_float64_process(
     answers = pool.run(LAYOUTS[layout][0], _run_on_rank, layout, tiny_llama, tmp_path, CASES)
     for index, case in enumerate(CASES):
         _assert_equal(case, _merged(answers, index), outcomes[index], start)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_bfloat16_is_near_float32_in_sharded_layouts(
+    pool: RankPool,
+    reference: tuple[list[Outcome], dict[str, Tensor]],
+    tiny_llama: Path,
+    tmp_path: Path,
+    layout: str,
+) -> None:
+    """bfloat16 has 8 bits: the whole gradient within 5%, its norm and the loss within 2%."""
+    run = partial(_run_on_rank, compute_dtype="bfloat16")
+    answers = pool.run(LAYOUTS[layout][0], run, layout, tiny_llama, tmp_path, CASES[:1])
+    found, wanted = _merged(answers, 0), reference[0][0]
+    assert found.loss_sums == pytest.approx(wanted.loss_sums, rel=0.02, abs=0.5)
+    assert found.norms == pytest.approx(wanted.norms, rel=0.02)
+    assert found.norms != pytest.approx(wanted.norms, rel=1e-5)
+    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.float32}
+    errors = {n: found.gradients[n].double() - g for n, g in wanted.gradients.items()}
+    assert _norm(errors) <= 0.05 * _norm(wanted.gradients)
 
 
 def test_every_loss_is_in_the_matrix() -> None:

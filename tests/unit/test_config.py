@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from apps.grpo.main import main
-from forge_trainer.config import AlgorithmConfig, GrpoConfig, ProfilingConfig, TrainerConfig
+from forge_trainer.config import (
+    AlgorithmConfig,
+    GeneratorConfig,
+    GrpoConfig,
+    ProfilingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from forge_trainer.config.load import dump_config, load_config
 from forge_trainer.controller.checks import (
     check_algorithm,
     check_generator_fits_model,
+    check_models,
     check_tokenizer_fits_model,
     check_trainer,
     check_trainer_fits_model,
+    require_writable,
 )
 from forge_trainer.errors import ConfigError
 from forge_trainer.hf import find_model_dir, read_model_facts
@@ -211,6 +221,32 @@ def test_loss_options_are_checked_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.loss_options: .*{message}"):
         check_algorithm(AlgorithmConfig(loss_options=options))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "weights", "message"),
+    [
+        ({"checkpoint_folder": "/proc/y"}, {}, "trainer.checkpoint_folder: cannot write to /proc"),
+        (
+            {"profiling": {"folder": "/proc/y", "trace_steps": [1]}},
+            {},
+            "trainer.profiling.folder: cannot write to /proc/y",
+        ),
+        ({}, {"shared_memory_folder": "/no/such"}, "weights.shared_memory_folder: /no/such does"),
+    ],
+)
+def test_folders_that_cannot_be_had_are_refused(
+    tiny_qwen3: Path, trainer: dict[str, Any], weights: dict[str, Any], message: str
+) -> None:
+    """Under transport auto, a folder asked for by name was passed over."""
+    config = TrainerConfig.model_validate({"device": "cpu", **trainer})
+    with pytest.raises(ConfigError, match=message):
+        check_models(tiny_qwen3, [config], GeneratorConfig(), WeightsConfig(**weights))
+
+
+def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+    require_writable("key", str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_layout_must_fit_the_model(tiny_qwen3: Path) -> None:
