@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import pytest
 
@@ -11,6 +14,24 @@ jaxtyping.install_import_hook("forge_trainer.functional", "beartype.beartype")
 
 from forge_trainer.config import TinyModelConfig  # noqa: E402  (after the hook)
 from forge_trainer.hf import create_tiny_model  # noqa: E402
+from forge_trainer.weights.shared_memory import folder  # noqa: E402
+from tests.processes import SHARED_MEMORY  # noqa: E402
+
+# Examples take as long as they take: no clock decides. No database: suites share no files.
+hypothesis.settings.register_profile("suite", deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_shared_memory() -> Iterator[None]:
+    """Weights of this suite's stores lie in a folder of its own, which is empty in the end."""
+    SHARED_MEMORY.mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(folder, "default_root", lambda: SHARED_MEMORY)
+        yield
+    left = list(SHARED_MEMORY.iterdir())
+    shutil.rmtree(SHARED_MEMORY)
+    assert left == [], "shared memory is left"
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from pathlib import Path
+
+from forge_trainer.weights.shared_memory.folder import default_root
+from tests.waiting import A_HANG_S
 
 
 def descendants(root: int | None = None) -> set[int]:
@@ -32,14 +36,18 @@ def is_alive(pid: int) -> bool:
     return fields[0] != "Z"
 
 
-def wait_until_gone(pids: set[int], timeout_s: float) -> set[int]:
-    """The processes that are still there after at most `timeout_s`."""
-    end = time.monotonic() + timeout_s
+def wait_until_gone(pids: set[int]) -> set[int]:
+    """The processes that do not go."""
+    end = time.monotonic() + A_HANG_S
     while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < end:
         time.sleep(0.05)
     return left
 
 
+SHARED_MEMORY = default_root() / f"forge_trainer_tests-{os.getpid()}-{secrets.token_hex(4)}"
+"""Where this process's tests have their shared memory, and nobody else has."""
+
+
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
+    """Names in this suite's shared memory."""
+    return {entry.name for entry in SHARED_MEMORY.iterdir()}

@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 A_HANG_S = 120.0
 """Longer than anything takes here, however busy the machine is."""
@@ -51,3 +53,22 @@ class Gate:
 
     def open(self) -> None:
         self._is_open.set()
+
+
+@dataclass(frozen=True)
+class FileGate:
+    """The same between processes: it pickles, and is open once its folder says so."""
+
+    folder: Path
+
+    def pass_through(self) -> None:
+        """Wait until it is open."""
+        (self.folder / "reached").touch()
+        wait_until((self.folder / "open").exists, "an open gate")
+
+    async def reached(self) -> None:
+        """Return once somebody waits at it."""
+        await until((self.folder / "reached").exists, "somebody at the gate")
+
+    def open(self) -> None:
+        (self.folder / "open").touch()

@@ -110,11 +110,16 @@ class MeshRanks:
             done, pending = await asyncio.wait(
                 tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
             )
-        if pending and (failed := [task for task in done if task.exception()]):
-            if any(isinstance(task.exception(), CollectiveError) for task in failed):
+        if pending and (failed := [task.exception() for task in done if task.exception()]):
+            if method == "setup" or any(isinstance(error, WorkerLostError) for error in failed):
+                # Nothing comes of this call any more; the others may explain it, or wait in vain.
                 timeout_s = self._config.grace_s
             _, pending = await asyncio.wait(tasks, timeout=timeout_s)
         errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+        explains = [error for error in errors if not isinstance(error, CollectiveError)]
+        if pending and (method == "setup" or any(isinstance(e, WorkerLostError) for e in explains)):
+            # Who is silent waits for the one that failed.
+            raise _cause(explains or errors)
         if pending:
             silent = next(rank for rank, task in enumerate(tasks) if task in pending)
             cause = f"; first error of the others: {errors[0]}" if errors else ""

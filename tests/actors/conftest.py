@@ -24,6 +24,7 @@ from forge_trainer.processes.lifecycle import Services, running_services
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.stores import open_store
 from tests.processes import descendants, shared_memory, wait_until_gone
+from tests.waiting import A_HANG_S
 
 # eps=1e-2 keeps Adam from blowing rounding noise in tiny gradients up to a full step.
 TRAINER = TrainerConfig(
@@ -31,7 +32,7 @@ TRAINER = TrainerConfig(
     device="cpu",
     optimizer=OptimizerConfig(lr=1e-2, eps=1e-2, weight_decay=0.1),
     packing=PackingConfig(max_row_tokens=48, rows_per_microbatch=2),
-    collective_timeout_s=15.0,
+    collective_timeout_s=A_HANG_S,
 )
 GENERATOR = GeneratorConfig(device="cpu", max_prompt_tokens=16)
 INITIAL = "initial"
@@ -76,11 +77,11 @@ def running_cluster(
             yield Cluster(started.trainer, started.generator, started, store, model_dir, runner)
         finally:
             runner.run(services.__aexit__(None, None, None))
-    assert not wait_until_gone(descendants() - before, timeout_s=15)
+    assert not wait_until_gone(descendants() - before)
     assert shared_memory() <= segments
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_cluster(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running_cluster(tiny_qwen3, tmp_path_factory.mktemp("checkpoints")) as cluster:
         cluster.run(cluster.trainer.save(INITIAL))

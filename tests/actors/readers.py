@@ -24,6 +24,7 @@ class Reader(Actor):
         self._store = open_store(address, weights)
         self._random = random.Random(seed)
         self._holding: asyncio.Task[None] | None = None
+        self._num_versions = 0
 
     @concurrent_endpoint
     async def is_ready(self) -> bool:
@@ -53,7 +54,13 @@ class Reader(Actor):
             assert values == {float(version.policy_version)}, f"{version} holds {values}"
             assert not seen or seen[-1] <= version, f"{version} after {seen[-1]}"
             seen.append(version)
+            self._num_versions = len(set(seen))
         return seen
+
+    @concurrent_endpoint
+    async def num_versions(self) -> int:
+        """Different ones that were read so far."""
+        return self._num_versions
 
     @concurrent_endpoint
     async def hold(self, version: WeightsVersion) -> int:

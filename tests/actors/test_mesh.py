@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from forge_trainer.run.weight_sync import sync_weights
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
 from tests.actors.conftest import TRAINER, Cluster
 from tests.data import random_sequences
+from tests.waiting import A_HANG_S, FileGate
 from tests.weights import read_all
 
 GOOD = random_sequences(6)
@@ -95,14 +96,16 @@ def test_the_generator_samples_from_the_weights_it_was_told_to_pull(cluster: Clu
     sampling = SamplingParams(max_completion_tokens=6, temperature=0.7, num_completions=4)
 
     async def pull_and_sample() -> Any:
-        """A pull and a request at once: the request is answered by the pulled weights."""
+        """Requests beside a pull say which weights answered them; after it, the new ones do."""
         await cluster.trainer.train_step(GOOD, loss="grpo")
         ref = await cluster.trainer.push_weights()
-        pull = asyncio.ensure_future(cluster.generator.pull_weights(ref))
-        await asyncio.sleep(0)
-        groups = await cluster.generator.generate(["3,7:", "a longer one"], sampling)
-        await pull
-        return groups
+        beside, _ = await asyncio.gather(
+            cluster.generator.generate(["3,7:"], sampling), cluster.generator.pull_weights(ref)
+        )
+        versions = {c.policy_version for c in beside[0]}
+        assert len(versions) == 1
+        assert versions <= {report.ref.version.policy_version, ref.version.policy_version}
+        return await cluster.generator.generate(["3,7:", "a longer one"], sampling)
 
     groups = cluster.run(pull_and_sample())
     completions = [completion for group in groups for completion in group]
@@ -132,7 +135,7 @@ def test_old_versions_leave_the_store(cluster: Cluster) -> None:
 
     async def wait_until_dropped() -> None:
         # Old versions go after the push has returned.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(A_HANG_S):
             while await store.versions() != newest:
                 await asyncio.sleep(0.01)
 
@@ -154,28 +157,32 @@ def test_weights_that_are_not_finite_are_never_pushed(cluster: Cluster) -> None:
     assert set(before) <= set(cluster.run(store.versions()))
 
 
-def slow_loss(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
-    time.sleep(1.0)
-    return LossOutput(total=logprobs_BT.sum())
+@dataclass(frozen=True)
+class GatedLoss:
+    """A loss that waits at a gate."""
+
+    gate: FileGate
+
+    def __call__(self, logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        self.gate.pass_through()
+        return LossOutput(total=logprobs_BT.sum())
 
 
-def test_status_answers_while_a_step_runs(cluster: Cluster) -> None:
-    async def scenario() -> list[float]:
-        step = asyncio.create_task(cluster.trainer.forward_backward(GOOD[:1], loss=slow_loss))
-        while (await cluster.trainer.get_status()).phase != "forward_backward":
-            await asyncio.sleep(0.01)
-        waits = []
-        while not step.done():
-            start = time.perf_counter()
-            await cluster.trainer.get_status()
-            waits.append(time.perf_counter() - start)
-            await asyncio.sleep(0.02)
+def test_status_answers_while_a_step_runs(cluster: Cluster, tmp_path: Path) -> None:
+    gate = FileGate(tmp_path)
+
+    async def scenario() -> None:
+        loss = GatedLoss(gate)
+        step = asyncio.create_task(cluster.trainer.forward_backward(GOOD[:1], loss=loss))
+        await gate.reached()
+        for _ in range(5):
+            assert (await cluster.trainer.get_status()).phase == "forward_backward"
+        assert not step.done()
+        gate.open()
         await step
-        return waits
+        assert (await cluster.trainer.get_status()).phase == "idle"
 
-    waits = cluster.run(scenario())
-    assert len(waits) > 5
-    assert sorted(waits)[len(waits) // 2] < 0.5
+    cluster.run(scenario())
 
 
 def loss_failing_on_rank_1(logprobs_BT: torch.Tensor, batch: TrainBatch) -> LossOutput:

