@@ -41,18 +41,28 @@ def start(config: GrpoConfig) -> None:
         check_algorithm,
         check_checkpoint_folder,
         check_models,
+        check_port,
+        check_prompts,
     )
     from forge_trainer.data.prompts import make_task
     from forge_trainer.hf import model_directory
-    from forge_trainer.run.run_folder import CONFIG_FILE, MODEL_FOLDER, prepare_run_folder
+    from forge_trainer.run.run_folder import (
+        CONFIG_FILE,
+        MODEL_FOLDER,
+        prepare_run_folder,
+        refuse_places_of_the_run,
+    )
 
     check_algorithm(config.algorithm)
     check_checkpoint_folder(config.trainer)
+    check_port(config.trainer)
+    refuse_places_of_the_run(config)
     task = make_task(config.task, seed=config.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
         model_dir = model_directory(config.model, Path(scratch), seed=config.run.seed)
         check_models(model_dir, config.trainers, config.generator, config.weights)
+        task = check_prompts(task, model_dir, config.generator)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:
@@ -91,13 +101,6 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
         temperature=config.generator.temperature,
         num_completions=algorithm.group_size,
     )
-    plan = TrainPlan(
-        config.run.steps,
-        algorithm,
-        config.trainer.checkpoint_interval,
-        config.trainer.async_checkpoints,
-        config.run.seed,
-    )
     checkpoints = Path(config.trainer.checkpoint_folder or folder / CHECKPOINTS_FOLDER)
     reporter = make_reporter(config, folder)
     try:
@@ -119,7 +122,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
                 groups_per_step=algorithm.groups_per_step,
             )
             models = Models(services.trainer, services.generator, services.reference)
-            training = run_training(models, pipeline, reporter, plan)
+            training = run_training(models, pipeline, reporter, TrainPlan.of(config))
             await run_with_background(training, rollout)
             if config.run.export:
                 await leave_model(services.trainer, folder / FINAL_FOLDER)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
-from .section import Section
+from .section import Section, Seed
 
 
 class GeneratorConfig(Section):
@@ -15,8 +15,8 @@ class GeneratorConfig(Section):
     """What it runs in; None takes weights.dtype, and nothing else can be pulled."""
     max_prompt_tokens: PositiveInt = 128
     max_completion_tokens: PositiveInt = 16
-    temperature: PositiveFloat = 1.0
-    seed: int | None = None
+    temperature: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
+    seed: Seed | None = None
     """Of sampling; None takes run.seed."""
     batch_size: PositiveInt = 256
     """Completions sampled at one time."""

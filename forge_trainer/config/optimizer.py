@@ -9,6 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from .section import Fraction, Section
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
 
 class ParamGroupConfig(Section):
     """Parameters with settings of their own; None takes those of the others."""
@@ -18,6 +20,12 @@ class ParamGroupConfig(Section):
     `^tok_embeddings`; of several groups, the first that matches takes a parameter."""
     lr: Annotated[float, Field(ge=0.0)] | None = None
     weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+
+    @model_validator(mode="after")
+    def group_changes_something(self) -> Self:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("has neither lr nor weight_decay, so it changes nothing; give one")
+        return self
 
     @field_validator("pattern")
     @classmethod
@@ -36,7 +44,7 @@ class OptimizerConfig(Section):
     param_groups: list[ParamGroupConfig] = []
     """Parameters that are updated otherwise, e.g. norms without weight decay."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     max_grad_norm: PositiveFloat = 1.0
@@ -58,6 +66,11 @@ class LRScheduleConfig(Section):
     def phases_fit_into_total_steps(self) -> Self:
         if self.decay_steps and self.total_steps is None:
             raise ValueError("decay_steps needs total_steps")
+        if not self.decay_steps and (self.decay_type != "linear" or self.min_lr_factor):
+            raise ValueError(
+                "decay_type and min_lr_factor need decay_steps and total_steps; without them the "
+                "rate never falls"
+            )
         if self.total_steps is not None:
             phases = self.warmup_steps + self.decay_steps
             if phases > self.total_steps:

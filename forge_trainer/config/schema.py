@@ -5,25 +5,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from .algorithm import AlgorithmConfig, TaskConfig
 from .generation import GeneratorConfig
 from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
-from .section import Section
+from .section import Folder, Section, Seed
 from .trainer import ProfilingConfig, TrainerConfig
 from .weights import WeightsConfig
 
 
 class RunConfig(Section):
-    folder: str
+    folder: Folder
     """Where everything of this run is written."""
     overwrite: bool = False
     """Empty the run folder first if it holds an earlier run."""
     steps: PositiveInt
     """Optimizer updates."""
-    seed: int = 0
+    seed: Seed = 0
     export: bool = True
     """Write the trained model at the end, as a Hugging Face directory `final` in the run folder."""
 
@@ -97,6 +97,60 @@ class GrpoConfig(Section):
     def reference_is_of_use(self) -> Self:
         if self.reference is not None and not self.needs_reference:
             raise ValueError("reference is given, but algorithm.loss_options has no kl_coef")
+        return self
+
+    @model_validator(mode="after")
+    def reference_is_a_trainer_of_its_kind(self) -> Self:
+        if self.needs_reference:
+            try:
+                TrainerConfig.model_validate(self.reference_trainer.model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"reference: {reason}") from None
+        return self
+
+    @model_validator(mode="after")
+    def settings_are_reached(self) -> Self:
+        steps, trainer = self.run.steps, self.trainer
+        schedule, algorithm = trainer.lr_schedule, self.algorithm
+        last = schedule.total_steps
+        if (
+            last is not None
+            and last < steps
+            and schedule.decay_steps
+            and not (schedule.min_lr_factor)
+        ):
+            raise ValueError(
+                f"trainer.lr_schedule.total_steps: {last}, but run.steps is {steps}; the last "
+                f"{steps - last} updates would have a learning rate of 0; give at least {steps}, "
+                "or a min_lr_factor above 0"
+            )
+        if schedule.warmup_steps > steps:
+            raise ValueError(
+                f"trainer.lr_schedule.warmup_steps: {schedule.warmup_steps}, but run.steps is "
+                f"{steps}, so the rate would never reach optimizer.lr; give at most {steps}"
+            )
+        late = [
+            s for s in trainer.profiling.trace_steps + trainer.profiling.memory_steps if s > steps
+        ]
+        if late:
+            raise ValueError(f"trainer.profiling: step {late[0]} is beyond run.steps={steps}")
+        if trainer.async_checkpoints and trainer.checkpoint_interval > steps:
+            raise ValueError(
+                f"trainer.checkpoint_interval: {trainer.checkpoint_interval} is beyond "
+                f"run.steps={steps}, so no checkpoint would be written beside training"
+            )
+        if 0 < algorithm.max_policy_age < algorithm.updates_per_batch:
+            raise ValueError(
+                f"algorithm.max_policy_age: {algorithm.max_policy_age}, but a batch makes epochs * "
+                f"minibatches = {algorithm.updates_per_batch} updates, so nothing could be sampled "
+                f"ahead; give 0, or at least {algorithm.updates_per_batch}"
+            )
+        if "loss" in trainer.compile and ":" in algorithm.loss:
+            raise ValueError(
+                "trainer.compile: 'loss' compiles registered losses, and algorithm.loss is "
+                f"{algorithm.loss!r}; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from .layout import ParallelConfig, require_full_layout
 from .optimizer import LRScheduleConfig, OptimizerConfig
-from .section import Section
+from .section import Folder, Seconds, Section, Seed
 
 
 class PackingConfig(Section):
@@ -23,7 +23,7 @@ class PackingConfig(Section):
 class ProfilingConfig(Section):
     """Step N is the work that leads to N updates."""
 
-    folder: str | None = None
+    folder: Folder | None = None
     """Where the files go: step-N-rank-R.trace.json.gz (Perfetto) and .memory.pickle
     (pytorch.org/memory_viz)."""
     trace_steps: list[PositiveInt] = []
@@ -45,7 +45,7 @@ class TrainerConfig(Section):
     """Processes of the trainer mesh."""
     trainable: bool = True
     """False: no gradients and no optimizer; a reference model that can only do `forward`."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the random numbers that a loss or dropout draws; data-parallel ranks differ."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -73,17 +73,17 @@ class TrainerConfig(Section):
     on_non_finite: Literal["raise", "skip"] = "raise"
     cpu_threads: PositiveInt = 1
     """Threads of each rank's computations on the CPU."""
-    collective_timeout_s: PositiveFloat = 60.0
+    collective_timeout_s: Seconds = 60.0
     """A rank that dies or hangs in a collective ends the call within this time."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of torch.distributed's store; None takes a free one."""
-    checkpoint_folder: str | None = None
+    checkpoint_folder: Folder | None = None
     """Where `save(name)` writes; None is `checkpoints` in the run folder."""
     checkpoint_interval: Annotated[int, Field(ge=0)] = 0
     """Save every so many steps; the last step of a run is saved always."""
     async_checkpoints: bool = False
     """Copy the state when a checkpoint is due, and write it beside the next steps."""
-    checkpoint_timeout_s: PositiveFloat = 1800.0
+    checkpoint_timeout_s: Seconds = 1800.0
     """How long ranks wait for each other's files."""
     keep_checkpoints: PositiveInt | None = None
     """Of the checkpoints named by step, the newest that stay; None keeps all."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from .section import Section
+from .section import Folder, Section
 
 
 class WeightsConfig(Section):
@@ -14,7 +14,7 @@ class WeightsConfig(Section):
     """What parameters are published in; the generator runs in the same."""
     transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
     """How weights travel; auto takes shared memory where trainer and generator share it."""
-    shared_memory_folder: str | None = None
+    shared_memory_folder: Folder | None = None
     """Where shared memory is mounted; None takes /dev/shm."""
     stage: Literal["copy", "in_place"] = "copy"
     """Copy weights before a push returns; or read the live ones beside the next passes, so that the
@@ -27,3 +27,12 @@ class WeightsConfig(Section):
     lease_timeout_s: PositiveFloat = 30.0
     """A reader in torchstore that gave no sign for so long is dead; in shared memory the system
     knows at once. Versions that wait for their readers are looked at four times in this time."""
+
+    @model_validator(mode="after")
+    def folder_is_of_use(self) -> Self:
+        if self.shared_memory_folder is not None and self.transport == "torchstore":
+            raise ValueError(
+                f"shared_memory_folder: {self.shared_memory_folder}, but transport is torchstore; "
+                "leave one of them out"
+            )
+        return self

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import socket
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from forge_trainer.config import (
@@ -13,6 +16,7 @@ from forge_trainer.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from forge_trainer.data.prompts import Task
 from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.profiling import require_memory_snapshots
 from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
@@ -20,11 +24,16 @@ from forge_trainer.errors import ConfigError
 from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.hf import (
     ModelFacts,
+    count_tokens,
     largest_token_id,
     read_hf_config,
     read_model_facts,
+    require_special_tokens,
+    require_whole_weights,
     resolve_device,
 )
+
+PROMPTS_LOOKED_AT = 256
 
 
 def check_models(
@@ -66,8 +75,7 @@ def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
         refuse_unsupported(read_hf_config(path))
     facts = read_model_facts(path)
     check_trainer_fits_model(trainer, facts)
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path: {path} has no *.safetensors file to load weights from")
+    require_whole_weights(path)
     return facts
 
 
@@ -81,6 +89,24 @@ def check_generator(path: Path, generator: GeneratorConfig) -> None:
     facts = read_model_facts(path)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)
+
+
+def check_prompts(task: Task, path: Path, generator: GeneratorConfig) -> Task:
+    """The task, whose first prompts fit into what the generator takes.
+
+    Raises:
+        ConfigError: the longest of them has too many tokens.
+    """
+    first = list(itertools.islice(task.prompts, PROMPTS_LOOKED_AT))
+    lengths = count_tokens(path, [prompt.text for prompt in first])
+    longest = max(range(len(first)), key=lambda i: lengths[i], default=None)
+    if longest is not None and lengths[longest] > generator.max_prompt_tokens:
+        raise ConfigError(
+            f"generator.max_prompt_tokens: {generator.max_prompt_tokens}, but of the task's first "
+            f"{len(first)} prompts the longest has {lengths[longest]} tokens: "
+            f"{first[longest].text[:60]!r}; give at least {lengths[longest]}"
+        )
+    return replace(task, prompts=itertools.chain(first, task.prompts))
 
 
 def check_dtypes(weights: WeightsConfig, generator: GeneratorConfig) -> None:
@@ -116,6 +142,24 @@ def require_writable(key: str, folder: str, *, make: bool = True) -> None:
         for part in missing:
             with contextlib.suppress(OSError):
                 part.rmdir()
+
+
+def check_port(trainer: TrainerConfig) -> None:
+    """The configured port can be had on this host.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    port = trainer.master_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.master_port: {port} cannot be had on this host ({error.strerror}); leave "
+                "it out to get a free one"
+            ) from error
 
 
 def check_checkpoint_folder(trainer: TrainerConfig) -> None:
@@ -203,3 +247,4 @@ def check_tokenizer_fits_model(path: Path, facts: ModelFacts) -> None:
             f"model.path: the tokenizer of {path} has token ids up to {largest}, the model has "
             f"embeddings for vocab_size={facts.vocab_size}; they do not belong together"
         )
+    require_special_tokens(path)

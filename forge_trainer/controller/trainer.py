@@ -7,13 +7,9 @@ knows Monarch: ranks are reached through `RankCalls`, over actors or in this pro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from forge_trainer.errors import DataError, ForgeTrainerError, WorkerLostError
-from forge_trainer.metrics import Sum
 from forge_trainer.pieces import WeightsRef
 from forge_trainer.status import EngineFacts, TrainerFacts, TrainerStatus
 from forge_trainer.types import (
@@ -33,8 +29,9 @@ from .batches import BatchDealer
 from .checkpoints import Checkpoints
 from .facts import merge_statuses, trainer_facts
 from .publishing import WeightsPublisher
-from .ranks import OpenStore, RankCalls, TrainerSetup, agreed, ask_all
+from .ranks import OpenStore, RankCalls, TrainerSetup, ask_all
 from .turns import Turns
+from .updates import Updates, require_normalize
 
 
 class TrainerHandle:
@@ -43,8 +40,8 @@ class TrainerHandle:
     def __init__(self, setup: TrainerSetup, ranks: RankCalls) -> None:
         self._setup = setup
         self._ranks = ranks
-        self._step = 0
         self._publisher = WeightsPublisher(ranks, setup)
+        self._updates = Updates(ranks, self._publisher)
         self._turns = Turns(before=self._publisher.raise_failure)
         self._checkpoints = Checkpoints(ranks, setup)
 
@@ -88,8 +85,8 @@ class TrainerHandle:
         self, *, normalize: Normalize = "tokens", params: OptimParams | None = None
     ) -> OptimStepResult:
         """One update from what is accumulated; see `Updater.optim_step` for errors."""
-        _require_normalize(normalize)
-        return await self._turns.take(self._optim_step, normalize, params)
+        require_normalize(normalize)
+        return await self._turns.take(self._updates.optim_step, normalize, params)
 
     async def train_step(
         self,
@@ -105,22 +102,13 @@ class TrainerHandle:
 
         If the update is refused, the gradient goes with it.
         """
-        _require_normalize(normalize)
+        require_normalize(normalize)
         call = await self._batches.prepare(
             sequences, loss, loss_config, return_logprobs=return_logprobs
         )
-
-        async def step() -> TrainStepResult:
-            fb = await self._batches.forward_backward(call)
-            try:
-                return TrainStepResult(fb, await self._optim_step(normalize, params))
-            except WorkerLostError:
-                raise
-            except ForgeTrainerError:
-                await self._call_all("clear_gradients")
-                raise
-
-        return await self._turns.take(step)
+        return await self._turns.take(
+            self._updates.train_step, self._batches, call, normalize, params
+        )
 
     async def clear_gradients(self) -> None:
         """Drop accumulated gradients and counts."""
@@ -149,7 +137,7 @@ class TrainerHandle:
 
         async def save() -> CheckpointInfo:
             request = self._checkpoints.request(
-                self._step,
+                self._updates.step,
                 name=name,
                 path=path,
                 weights_only=weights_only,
@@ -191,7 +179,7 @@ class TrainerHandle:
                 path=path, name=name, step=step, weights_only=weights_only
             )
             if not weights_only:
-                self._step = info.step
+                self._updates.step = info.step
             self._publisher.open_epoch()
             return info
 
@@ -234,7 +222,7 @@ class TrainerHandle:
         """
 
         async def push() -> WeightsRef:
-            return await self._publisher.push_weights(self._step, policy_version, wait=wait)
+            return await self._publisher.push_weights(self._updates.step, policy_version, wait=wait)
 
         return await self._turns.take(push)
 
@@ -249,7 +237,7 @@ class TrainerHandle:
     async def replace_store(self, restart: OpenStore) -> WeightsRef:
         """Publish the current weights through the store that `restart` opens, in a new epoch."""
         return await self._turns.take_anyway(
-            lambda: self._publisher.replace_store(self._step, restart)
+            lambda: self._publisher.replace_store(self._updates.step, restart)
         )
 
     async def get_config(self) -> TrainerFacts:
@@ -287,21 +275,5 @@ class TrainerHandle:
             finally:
                 await self._ranks.close()
 
-    async def _optim_step(
-        self, normalize: Normalize, params: OptimParams | None
-    ) -> OptimStepResult:
-        await self._publisher.wait_for_live_weights()
-        start = time.perf_counter()
-        results: list[OptimStepResult] = await self._call_all("optim_step", normalize, params)
-        result = agreed("optim_step", results)
-        self._step = result.step
-        seconds = Sum(time.perf_counter() - start)
-        return replace(result, metrics={**result.metrics, "time/optim_step_s": seconds})
-
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         return await self._ranks.call(method, [args] * self._ranks.size)
-
-
-def _require_normalize(normalize: str) -> None:
-    if normalize not in get_args(Normalize):
-        raise DataError(f"normalize is {normalize!r}; use one of {get_args(Normalize)}")

@@ -59,8 +59,11 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int) -> Task:
         dataset = reasoning_gym.create_dataset(
             name, seed=seed, **{"size": REASONING_GYM_SIZE, **options}
         )
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"task: reasoning_gym cannot make {name!r}: {error}") from error
+        dataset[0]
+    except Exception as error:
+        raise ConfigError(
+            f"task: reasoning_gym cannot make {name!r} with {options}: {error}"
+        ) from error
 
     def prompts() -> Iterator[Prompt]:
         while True:

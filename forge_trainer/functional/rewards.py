@@ -5,6 +5,8 @@ A user's own reward is any function of the same form, named in the config as "pa
 
 from __future__ import annotations
 
+import inspect
+
 from forge_trainer.errors import ConfigError
 from forge_trainer.types import Prompt, RewardFn
 
@@ -40,4 +42,15 @@ def resolve_reward(name: str) -> RewardFn:
             f"reward {name!r} is unknown; use one of {sorted(REWARDS)} or 'package.module:function'"
         )
     reward: RewardFn = import_callable("reward", name)
+    if inspect.iscoroutinefunction(reward):
+        raise ConfigError(f"reward {name!r} is async; give a plain function that returns a number")
+    try:
+        inspect.signature(reward).bind("", Prompt("", ""))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r} cannot be called with (completion, prompt): {error}"
+        ) from None
+    except ValueError:
+        # It says nothing of its parameters.
+        pass
     return reward

@@ -17,7 +17,7 @@ from monarch.actor import ProcMesh
 from forge_trainer.actors.generator import GeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config import GeneratorConfig, TrainerConfig, WeightsConfig
-from forge_trainer.controller.checks import check_models
+from forge_trainer.controller.checks import check_models, check_port
 from forge_trainer.controller.ranks import TrainerSetup
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.pieces import WeightsRef
@@ -30,11 +30,12 @@ from .meshes import (
     closing,
     join_ranks,
     prepare_controller,
-    require_free_port,
     running_mesh,
 )
 from .rank_logs import RankLogs
 from .store import IN_MEMORY, RunStore
+
+GENERATOR = "generator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +75,22 @@ async def running_services(
     trainers = {"trainer": trainer} | ({} if reference is None else {"reference": reference})
     check_models(model_dir, trainers.values(), generator, weights)
     for config in trainers.values():
-        if config.master_port is not None:
-            require_free_port(config.master_port)
+        check_port(config)
     prepare_controller()
     async with contextlib.AsyncExitStack() as stack:
         store = RunStore(weights, stack)
-        trainer_meshes = {
+        sizes = {name: (config.num_ranks, config.cpu_threads) for name, config in trainers.items()}
+        meshes = {
             name: await stack.enter_async_context(
-                running_mesh(
-                    name,
-                    num_processes=config.num_ranks,
-                    cpu_threads=config.cpu_threads,
-                    logs=logs,
-                )
+                running_mesh(name, num_processes=number, cpu_threads=threads, logs=logs)
             )
-            for name, config in trainers.items()
+            for name, (number, threads) in (sizes | {GENERATOR: (1, generator.cpu_threads)}).items()
         }
-        generator_mesh = await stack.enter_async_context(
-            running_mesh("generator", num_processes=1, cpu_threads=generator.cpu_threads, logs=logs)
-        )
         ranks = {
-            name: await _spawn_ranks(trainer_meshes[name], config, weights, model_dir)
+            name: await _spawn_ranks(meshes[name], config, weights, model_dir)
             for name, config in trainers.items()
         }
-        generating = _spawn_generator(generator_mesh, generator, weights, model_dir)
+        generating = _spawn_generator(meshes[GENERATOR], generator, weights, model_dir)
         opened = {"trainer": await store.open([ranks["trainer"], generating])}
         if reference is not None:
             await ranks["reference"].open_store(IN_MEMORY)
@@ -112,12 +105,12 @@ async def running_services(
         async with first_error() as starting:
             for name, handle in handles.items():
                 starting.create_task(handle.setup(), name=name)
-            starting.create_task(generating.setup(), name="generator")
+            starting.create_task(generating.setup(), name=GENERATOR)
         for name, handle in handles.items():
             # A save that runs beside other calls is let to its end.
             timeout_s = STOP_TIMEOUT_S + trainers[name].checkpoint_timeout_s
             stack.push_async_callback(closing, name, handle.close, timeout_s=timeout_s)
-        stack.push_async_callback(closing, "generator", generating.close)
+        stack.push_async_callback(closing, GENERATOR, generating.close)
         yield Services(handles["trainer"], generating, handles.get("reference"), store)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from monarch.actor import ProcMesh, current_rank, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from forge_trainer.actors.trainer import RANKS
-from forge_trainer.errors import ConfigError
 
 from . import torchstore_patch
 from .rank_logs import RankLogs, set_up_logging
@@ -91,29 +89,11 @@ async def stop_store(name: str) -> None:
 
 
 async def join_ranks(mesh: ProcMesh, master_port: int | None) -> None:
-    """Tell every process its rank and where rank 0 listens, as torchrun would.
-
-    Raises:
-        ConfigError: the configured port is in use.
-    """
+    """Tell every process its rank and where rank 0 listens, as torchrun would."""
     if master_port is None:
         await setup_torch_elastic_env_async(mesh)
     else:
-        require_free_port(master_port)
         await setup_torch_elastic_env_async(mesh, master_addr="127.0.0.1", master_port=master_port)
-
-
-def require_free_port(port: int) -> None:
-    """Raises ConfigError if something listens on `port` of this host already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(
-                f"trainer.master_port: {port} is in use on this host ({error.strerror}); "
-                "leave it out to get a free one"
-            ) from error
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from forge_trainer.config import RunConfig
+from forge_trainer.config import GrpoConfig, RunConfig
 from forge_trainer.errors import ConfigError
 
 CONFIG_FILE = "run_config.yaml"
@@ -34,6 +34,22 @@ CONTENTS = (
     CONFIG_FILE,
 )
 """All that a run writes, and all that --overwrite deletes."""
+
+
+def refuse_places_of_the_run(config: GrpoConfig) -> None:
+    """Raises ConfigError if a folder of the user's is one that the run itself writes."""
+    own = {name: Path(config.run.folder).resolve() / name for name in CONTENTS}
+    given = {
+        "trainer.checkpoint_folder": config.trainer.checkpoint_folder,
+        "trainer.profiling.folder": config.trainer.profiling.folder,
+    }
+    for key, folder in given.items():
+        for name, place in own.items() if folder is not None else ():
+            if name != CHECKPOINTS_FOLDER and Path(str(folder)).resolve().is_relative_to(place):
+                raise ConfigError(
+                    f"{key}: {folder} is where the run writes its {name}; choose another folder, "
+                    "or leave the key out"
+                )
 
 
 def prepare_run_folder(run: RunConfig, *, keep: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_trainer.config import AlgorithmConfig
+from forge_trainer.config import AlgorithmConfig, GrpoConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
 from forge_trainer.metrics import merge_metrics, metric_values
 from forge_trainer.protocols import Generator, Trainer
@@ -36,6 +36,13 @@ class TrainPlan:
     async_checkpoints: bool = False
     seed: int = 0
     """Of the minibatches."""
+
+    @classmethod
+    def of(cls, config: GrpoConfig) -> TrainPlan:
+        """What the config of a run says."""
+        trainer, run = config.trainer, config.run
+        interval = trainer.checkpoint_interval
+        return cls(run.steps, config.algorithm, interval, trainer.async_checkpoints, run.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 def _error_of(method: str, answers: Sequence[str]) -> Exception:
     """What a call raises whose ranks answer so; a silent one never does."""
     ranks = MeshRanks.__new__(MeshRanks)
-    ranks._config = TrainerConfig(collective_timeout_s=0.4, checkpoint_timeout_s=1e9)
+    ranks._config = TrainerConfig(collective_timeout_s=1.0, checkpoint_timeout_s=1e9)
 
     async def answer(kind: str) -> None:
         if kind == "silent":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from forge_trainer.config import (
     GeneratorConfig,
     GrpoConfig,
     ProfilingConfig,
+    TaskConfig,
     TrainerConfig,
     WeightsConfig,
 )
@@ -23,13 +25,16 @@ from forge_trainer.controller.checks import (
     check_algorithm,
     check_generator_fits_model,
     check_models,
+    check_prompts,
     check_tokenizer_fits_model,
     check_trainer,
     check_trainer_fits_model,
     require_writable,
 )
+from forge_trainer.data.prompts import make_task
 from forge_trainer.errors import ConfigError
 from forge_trainer.hf import find_model_dir, read_model_facts
+from forge_trainer.run.run_folder import refuse_places_of_the_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -249,6 +254,137 @@ def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--generator.temperature", "1e-4"], "generator.temperature: got"),
+        (["--trainer.optimizer.betas", "[0.9,1.0]"], "trainer.optimizer.betas.1: got"),
+        (["--run.seed", "18446744073709551616"], "run.seed: got"),
+        (["--trainer.collective_timeout_s", "1e14"], "trainer.collective_timeout_s: got"),
+        (["--run.folder", "~/x"], "run.folder: got '~/x'; give a whole path; ~ is not expanded"),
+        (
+            ["--trainer.optimizer.param_groups", '[{"pattern":"norm"}]'],
+            "has neither lr nor weight_decay",
+        ),
+        (["--trainer.optimizer.param_groups", '[{"pattern":"(","lr":1}]'], "no regular expression"),
+        (
+            [
+                "--trainer.lr_schedule.total_steps=100",
+                "--trainer.lr_schedule.decay_steps=50",
+                "--run.steps=240",
+            ],
+            "the last 140 updates would have a learning rate of 0",
+        ),
+        (
+            ["--trainer.lr_schedule.warmup_steps", "5000"],
+            "so the rate would never reach optimizer.lr; give at most 3",
+        ),
+        (["--trainer.lr_schedule.decay_type", "cosine"], "need decay_steps and total_steps"),
+        (
+            [
+                "--trainer.engine=local",
+                '--algorithm.loss_options={"kl_coef":0.1}',
+                "--reference.num_ranks=2",
+            ],
+            "reference: engine 'local' runs on one rank, got num_ranks=2",
+        ),
+        (
+            ["--trainer.profiling.folder=p", "--trainer.profiling.trace_steps=[500]"],
+            "trainer.profiling: step 500 is beyond run.steps=3",
+        ),
+        (
+            ["--algorithm.max_policy_age=1", "--algorithm.epochs=3"],
+            "nothing could be sampled ahead; give 0, or at least 3",
+        ),
+        (
+            ["--weights.transport=torchstore", "--weights.shared_memory_folder=/dev/shm"],
+            "but transport is torchstore; leave one of them out",
+        ),
+        (['--trainer.compile=["loss"]', "--algorithm.loss=a.b:c"], "compiles registered losses"),
+        (["--algorithm.loss=cross_entropy"], "use one of .*grpo.* or 'package.module:name'"),
+    ],
+)
+def test_what_could_only_fail_later_or_be_ignored_is_refused(
+    config_file: Path, overrides: list[str], message: str
+) -> None:
+    """All of these once started a run."""
+    with pytest.raises(ConfigError, match=message):
+        load_config(GrpoConfig, config_file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {folder: out, steps: 3}\nrun: {folder: b, steps: 4}\n", "run is given twice, in li"),
+        ("run: {folder: out, steps: yes}\nmodel: {tiny: {}}\n", "steps is True; a number is want"),
+    ],
+)
+def test_yaml_that_says_two_things_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(GrpoConfig, file)
+
+
+def test_prompts_must_fit_and_none_is_lost(tiny_qwen3: Path) -> None:
+    task = make_task(TaskConfig(), seed=0)
+    with pytest.raises(
+        ConfigError, match=r"generator.max_prompt_tokens: 2, but .* has 4 tokens: '"
+    ):
+        check_prompts(task, tiny_qwen3, GeneratorConfig(max_prompt_tokens=2))
+    fresh = make_task(TaskConfig(), seed=0)
+    checked = check_prompts(fresh, tiny_qwen3, GeneratorConfig(max_prompt_tokens=4))
+    same = make_task(TaskConfig(), seed=0)
+    for found, wanted in itertools.islice(zip(checked.prompts, same.prompts, strict=True), 600):
+        assert found == wanted
+
+
+def test_a_reasoning_gym_task_that_makes_no_prompt_is_refused() -> None:
+    config = TaskConfig(name="reasoning_gym/chain_sum", options={"min_terms": 2.5})
+    with pytest.raises(ConfigError, match="cannot make 'chain_sum' with {'min_terms': 2.5}: "):
+        make_task(config, seed=0)
+
+
+@pytest.mark.parametrize("reward", ["builtins:len", "asyncio:sleep"])
+def test_a_reward_that_cannot_be_called_is_refused(reward: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be called with|is async"):
+        make_task(TaskConfig(reward=reward), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("pointer", "is no whole safetensors file .*; fetch it again"),
+        ("index", r"lacks 1 tensors of its index, such as \['gone'\]; the download is incomplete"),
+        ("none", "has no .*safetensors file"),
+    ],
+)
+def test_a_model_that_was_fetched_in_part_is_refused(
+    tiny_qwen3: Path, tmp_path: Path, damage: str, message: str
+) -> None:
+    model_dir = Path(shutil.copytree(tiny_qwen3, tmp_path / "model"))
+    weights = model_dir / "model.safetensors"
+    if damage == "pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\n")
+    elif damage == "index":
+        index = {"weight_map": {"gone": "model-2.safetensors"}}
+        (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        weights.unlink()
+    with pytest.raises(ConfigError, match=message):
+        check_trainer(model_dir, TrainerConfig(device="cpu"))
+
+
+def test_folders_that_the_run_writes_itself_are_refused(config_file: Path) -> None:
+    config = load_config(GrpoConfig, config_file, ["--trainer.checkpoint_folder", "out/final/x"])
+    message = "trainer.checkpoint_folder: out/final/x is where the run writes its final; choose"
+    with pytest.raises(ConfigError, match=message):
+        refuse_places_of_the_run(config)
+    for folder in ("out/checkpoints", "elsewhere"):
+        given = ["--trainer.checkpoint_folder", folder]
+        refuse_places_of_the_run(load_config(GrpoConfig, config_file, given))
+
+
 def test_the_layout_must_fit_the_model(tiny_qwen3: Path) -> None:
     facts = read_model_facts(tiny_qwen3)
     for parallel, message in (
@@ -277,6 +413,12 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text((tiny_qwen3 / "tokenizer.json").read_text())
     with pytest.raises(ConfigError, match="token ids up to 259, the model has .* vocab_size=100"):
         check_tokenizer_fits_model(tmp_path, facts)
+    own = read_model_facts(tiny_qwen3)
+    with pytest.raises(ConfigError, match="has no tokenizer_config.json, without which"):
+        check_tokenizer_fits_model(tmp_path, own)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="neither a padding nor an end-of-sequence token"):
+        check_tokenizer_fits_model(tmp_path, own)
 
 
 def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_groups_of_parameters_have_rates_of_their_own(tiny_llama: Path) -> None:
 
 
 def test_a_group_that_matches_nothing_is_named(tiny_llama: Path) -> None:
-    optimizer = OptimizerConfig(param_groups=[ParamGroupConfig(pattern="q_proj")])
+    optimizer = OptimizerConfig(param_groups=[ParamGroupConfig(pattern="q_proj", lr=0.0)])
     engine = TitanEngine(CONFIG.model_copy(update={"optimizer": optimizer}), tiny_llama)
     with pytest.raises(ConfigError, match=r"param_groups\.0\.pattern: 'q_proj' matches none"):
         engine.setup()

@@ -38,13 +38,15 @@ def build_optimizers(
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    groups, left = [], own
+    groups, left, left_of_all = [], own, names
     for index, group in enumerate(config.param_groups):
-        if not any(re.search(group.pattern, name) for name in names):
+        if not any(re.search(group.pattern, name) for name in left_of_all):
             raise ConfigError(
                 f"trainer.optimizer.param_groups.{index}.pattern: {group.pattern!r} matches none "
-                f"of the model's parameters, such as {sorted(names)[:3]}"
+                "of the model's parameters that groups before it have left, such as "
+                f"{sorted(left_of_all)[:3]}"
             )
+        left_of_all = [name for name in left_of_all if not re.search(group.pattern, name)]
         given = group.model_dump(exclude={"pattern"}, exclude_none=True)
         if any(re.search(group.pattern, name) for name in left):
             groups.append(_group(config, group.pattern, {**defaults, **given}))

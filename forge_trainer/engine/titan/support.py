@@ -11,6 +11,12 @@ from forge_trainer.errors import ConfigError
 
 ROPE_TYPES = {"llama": ("default", "llama3"), "qwen3": ("default",)}
 """Supported `model_type`s, each with its kinds of rotary embedding."""
+LLAMA3_ROPE_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 REQUIRED_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -45,6 +51,11 @@ def refuse_unsupported(hf_config: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.path: rope_type {rope_type!r} is not supported for {model_type}; use one of "
             f"{', '.join(ROPE_TYPES[model_type])}"
+        )
+    lacking = [key for key in LLAMA3_ROPE_KEYS if key not in rope_parameters(hf_config)]
+    if rope_type == "llama3" and lacking:
+        raise ConfigError(
+            f"model.path: config.json asks for rope_type 'llama3' but lacks {', '.join(lacking)}"
         )
 
 

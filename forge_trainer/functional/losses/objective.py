@@ -104,6 +104,10 @@ def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> Lo
     for name, value in options.items():
         _check_option(loss, name, value)
     _check_clip_range(loss, function, options)
+    if "kl_estimator" in options and not options.get("kl_coef"):
+        raise ConfigError(
+            f"loss {loss!r}: kl_estimator is given, but no kl_coef; give kl_coef, or leave it out"
+        )
     terms = Terms(**{name: options.pop(name) for name in Terms.__slots__ if name in options})
     return Objective(functools.partial(function, **options) if options else function, terms)
 

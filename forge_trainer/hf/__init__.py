@@ -1,0 +1,24 @@
+"""Hugging Face directories: a model's facts, tokenizer and weights, and tiny ones on the fly."""
+
+from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts, resolve_device
+from .tiny import create_tiny_model, model_directory
+from .tokenizer import count_tokens, largest_token_id, load_tokenizer, require_special_tokens
+from .weights import load_causal_lm, load_weights, require_whole_weights, unique_tensors
+
+__all__ = [
+    "ModelFacts",
+    "count_tokens",
+    "create_tiny_model",
+    "find_model_dir",
+    "largest_token_id",
+    "load_causal_lm",
+    "load_tokenizer",
+    "load_weights",
+    "model_directory",
+    "read_hf_config",
+    "read_model_facts",
+    "require_special_tokens",
+    "require_whole_weights",
+    "resolve_device",
+    "unique_tensors",
+]
