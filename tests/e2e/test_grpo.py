@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from apps.grpo.main import main
 from forge_trainer.config import GrpoConfig, TrainerConfig
 from forge_trainer.config.load import load_config
 from forge_trainer.run.weight_sources import read_checkpoint
 from tests.e2e.apps import TINY, RunningApp, read_rows, run_app
+from tests.processes import descendants
 
 APP = "apps.grpo.main"
 KEYS = {
@@ -168,10 +170,20 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     ],
     ids=["file", "key", "range", "folder", "task"],
 )
-def test_a_bad_config_ends_with_2_before_any_process(options: list[str], message: str) -> None:
-    app = RunningApp(APP, options).start()
-    code, out, err = app.finish()
-    assert (code, out) == (2, "")
+def test_a_bad_config_ends_with_2_before_any_process(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = descendants()
+    assert main(options) == 2
+    assert descendants() == before
+    out, err = capsys.readouterr()
+    assert out == ""
     assert message in err
     assert err.startswith("ConfigError: ")
     assert err.count("\n") <= 2
+
+
+def test_a_bad_config_is_the_exit_code_of_the_process() -> None:
+    code, out, err = run_app(APP, *TINY, "--run.steps", "0")
+    assert (code, out) == (2, "")
+    assert err.startswith("ConfigError: ")

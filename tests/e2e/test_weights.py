@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from apps.weights.main import main
 from forge_trainer.config import OptimizerConfig, TrainerConfig
 from forge_trainer.controller.in_process import start_in_process_trainer
 from tests.data import random_sequences
-from tests.e2e.apps import TINY, RunningApp, run_app
+from tests.e2e.apps import TINY, RunningApp
 from tests.engines import FaultyEngine
+from tests.processes import descendants
 
 APP = "apps.weights.main"
 
@@ -88,11 +90,11 @@ def test_a_tensor_that_is_published_wrong_is_named(run_folder: Path) -> None:
     ids=["command", "no config", "key", "checkpoint", "layout"],
 )  # fmt: skip
 def test_what_cannot_work_ends_with_2_before_any_process(
-    arguments: list[str], message: str, tmp_path: Path
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ["--run.folder", str(tmp_path / "run")] if len(arguments) > 1 else []
-    code, _, err = run_app(APP, *arguments, *folder)
-    assert code == 2
-    assert message in err
-    assert "Traceback" not in err
+    before = descendants()
+    assert main([*arguments, *folder]) == 2
+    assert descendants() == before
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
