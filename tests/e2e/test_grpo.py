@@ -128,7 +128,8 @@ def test_a_reference_model_and_several_updates_per_batch(tmp_path: Path) -> None
 
 def test_it_really_learns(tmp_path: Path) -> None:
     """Mean reward at most 0.3 in the first five steps and at least 0.8 over the last ten."""
-    code, _, err = run_app(APP, *TINY, "--run.folder", str(tmp_path / "run"))
+    options = ["--run.steps", "150", "--run.folder", str(tmp_path / "run")]
+    code, _, err = run_app(APP, *TINY, *options)
     assert (code, err) == (0, ""), err
     rewards = [row["reward/mean"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
     assert max(rewards[:5]) <= 0.3
