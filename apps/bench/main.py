@@ -60,8 +60,8 @@ def print_table(suite: str, rows: Sequence[Row]) -> None:
         numbers = [f"{value:.3f}" for value in (spread.median, spread.min, spread.max)]
         bar = "" if row.bar is None else f"<= {row.bar}"
         table.add_row(row.key, row.meaning, *numbers, str(spread.n), bar)
-    console = Console()
-    console.print(table, width=max(console.width, 120))
+    # Wide enough for keys and numbers, also where there is no terminal.
+    Console(width=max(Console().width, 120)).print(table)
 
 
 if __name__ == "__main__":
