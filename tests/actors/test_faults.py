@@ -84,7 +84,9 @@ def test_a_port_in_use_is_a_config_error_before_anything_starts(
             async with services:
                 pass
 
-        with pytest.raises(ConfigError, match=f"trainer.master_port: {port} is in use"):
+        with pytest.raises(
+            ConfigError, match=f"trainer.master_port: {port} cannot be had on this host"
+        ):
             asyncio.run(start())
     assert descendants() == before
 

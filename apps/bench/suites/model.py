@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from apps.bench.measure import Measure, Row, interleaved, ratios
+from apps.bench.measure import Measure, Row, Spread, interleaved, ratios
 from forge_trainer.config import OptimizerConfig, TinyModelConfig, TrainerConfig
 from forge_trainer.engine import find_engine
 from forge_trainer.functional.losses.objective import make_loss
@@ -28,6 +28,15 @@ TINY = TinyModelConfig(
     hidden_size=192, intermediate_size=768, num_layers=2, num_heads=6, num_kv_heads=6
 )
 OPTIMIZER = OptimizerConfig(lr=1e-4)
+PROFILES = 7
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "fsdp": "FSDP's hooks, which also run with one rank",
+    "optimizer": "AdamW",
+    "packing": "making tensors of a rank's rows",
+    "rest": "norms, activations, log-probs, the loss, metrics",
+}
 
 
 async def run() -> list[Row]:
@@ -47,10 +56,41 @@ async def run() -> list[Row]:
             rounds=ROUNDS,
             warmup=5,
         )
+        shares = [_shares(engine, packed) for _ in range(PROFILES)]
         engine.close()
     plain_s = sorted(seconds for _, seconds in pairs)[len(pairs) // 2]
     what = f"forward, backward and update, {packed.shape} rows ({plain_s * 1000:.0f} ms)"
-    return [Row("engine_over_plain_torch", what, ratios(pairs), bar=1.15)]
+    return [
+        Row("engine_over_plain_torch", what, ratios(pairs), bar=1.15),
+        *(
+            Row(f"share_{name}", f"of a step: {part}", Spread.of([one[name] for one in shares]))
+            for name, part in PARTS.items()
+        ),
+    ]
+
+
+def _shares(engine: Any, packed: PackedRows) -> dict[str, float]:
+    """Of the CPU time of one profiled step, by part."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.record_function("packing"):
+            batches = packed.batches()
+        engine.forward_backward(batches, make_loss("grpo"))
+        engine.optim_step()
+    events = profiler.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+
+    def of(*names: str, whole: bool = False) -> float:
+        chosen = [event for event in events if event.key.startswith(names)]
+        return sum(e.cpu_time_total if whole else e.self_cpu_time_total for e in chosen) / total
+
+    shares = {
+        "products": of("aten::mm", "aten::addmm", "aten::bmm"),
+        "attention": of("aten::_scaled_dot_product", "aten::_flash_attention"),
+        "fsdp": of("FSDP::pre_", "FSDP::post_", "FSDP::root_", whole=True),
+        "optimizer": of("Optimizer.step", whole=True),
+        "packing": of("packing", whole=True),
+    }
+    return {**shares, "rest": 1.0 - sum(shares.values())}
 
 
 def _sequences() -> list[TrainSequence]:
