@@ -81,7 +81,8 @@ def _shares(engine: Any, packed: PackedRows) -> dict[str, float]:
 
     def of(*names: str, whole: bool = False) -> float:
         chosen = [event for event in events if event.key.startswith(names)]
-        return sum(e.cpu_time_total if whole else e.self_cpu_time_total for e in chosen) / total
+        spent = sum(e.cpu_time_total if whole else e.self_cpu_time_total for e in chosen)
+        return float(spent / total)
 
     shares = {
         "products": of("aten::mm", "aten::addmm", "aten::bmm"),
