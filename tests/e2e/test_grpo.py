@@ -22,6 +22,9 @@ from tests.processes import descendants
 
 APP = "apps.grpo.main"
 KEYS = {
+    "advantage/mean",
+    "advantage/std",
+    "memory/peak_gb",
     "step",
     "policy_version",
     "reward/mean",
@@ -29,6 +32,8 @@ KEYS = {
     "rollout/completion_tokens",
     "rollout/logprob_gap",
     "rollout/stopped",
+    "time/forward_backward_s",
+    "time/optim_step_s",
     "time/step_s",
     "time/train_s",
     "time/wait_rollout_s",
@@ -38,6 +43,7 @@ KEYS = {
     "trainer/skipped_steps",
     "trainer/target_tokens",
     "trainer/tokens_per_s",
+    "trainer/tokens_per_s_per_rank",
     "weights/bytes",
     "weights/pull_gb_per_s",
     "weights/pull_s",
@@ -72,6 +78,9 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     facts = json.loads((folder / "trainer.json").read_text())
     assert [rank["coordinates"]["dp"] for rank in facts["ranks"]] == [0, 1]
     assert load_config(GrpoConfig, folder / "run_config.yaml").run.steps == 4
+    logs = {path.stem: path.read_text() for path in (folder / "logs").iterdir()}
+    assert logs.keys() == {"trainer-0", "trainer-1", "generator-0"}
+    assert "INFO forge_trainer.worker: rank 1 of 2 is set up" in logs["trainer-1"]
     _require_trained_model(folder)
 
     code, _, err = run_app(APP, *options)
