@@ -50,7 +50,7 @@ class PackingPlan:
     """B is rounded up to a multiple of this."""
     steady_shapes: bool = False
     """True where a new shape is compiled anew: T is `max_row_tokens`, or without packing one of a
-    few, and B is at least 2, since a compiler treats 1 as another case."""
+    few, and B is at least 2, since a compiler treats 1 as another case; unless it is always 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,9 @@ def _share(rows_per_rank: int, plan: PackingPlan) -> tuple[int, int]:
     """
     num_microbatches = -(-rows_per_rank // plan.rows_per_microbatch)
     B = _round_up(-(-rows_per_rank // num_microbatches), plan.row_multiple)
-    return num_microbatches, max(B, 2) if plan.steady_shapes else B
+    if plan.steady_shapes and plan.rows_per_microbatch > 1:
+        B = max(B, 2)
+    return num_microbatches, B
 
 
 def _row_tokens(longest: int, plan: PackingPlan) -> int:

@@ -119,6 +119,10 @@ def test_where_shapes_are_compiled_they_are_steady() -> None:
     assert {T for _, T in found[True]} == {96}
     assert {T for _, T in found[False]} == {16, 24, 48, 96}
     assert all(B >= 2 for shapes in found.values() for B, _ in shapes)
+    # Who asks for single rows has memory for no more.
+    single = PackingPlan(96, 1, steady_shapes=True)
+    packed = pack_sequences(_of_lengths(90, 80, 5), dp_size=1, plan=single)
+    assert packed.ranks[0].shape == (2, 1, 96)
 
 
 _ARRAYS = TrainSequence(
