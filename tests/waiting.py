@@ -30,12 +30,6 @@ async def until(is_true: Callable[[], bool], what: str = "the state waited for")
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def settle(rounds: int = 20) -> None:
-    """Let every task that can go on without outside help do so."""
-    for _ in range(rounds):
-        await asyncio.sleep(0)
-
-
 class Gate:
     """Holds up whoever comes by on another thread, until it is opened."""
 
