@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_trainer.types import TrainBatch
 
-from .steps import Loss, Outputs
+from .steps import Loss, Outputs, Wanted
 
 
 class DocumentPass:
@@ -19,12 +19,12 @@ class DocumentPass:
         self._model = model
         self._dtype = dtype
 
-    def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs:
+    def forward(self, batch: TrainBatch, wanted: Wanted) -> Outputs:
         logprobs_BT, entropies_BT = self._token_logprobs(batch)
-        return logprobs_BT, entropies_BT if with_entropy else None
+        return logprobs_BT, entropies_BT if wanted.entropies else None
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
+        self, batch: TrainBatch, loss: Loss, wanted: Wanted, *, is_last: bool
     ) -> None:
         logprobs_BT, entropies_BT = self._token_logprobs(batch)
         loss(logprobs_BT, entropies_BT, batch).backward()

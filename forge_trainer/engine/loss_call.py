@@ -45,6 +45,7 @@ class LossCalls:
             self._loss_fn = torch.compile(loss_fn, dynamic=True)
         self.batches = batches
         self.need_entropy = needs_entropy(loss_fn)
+        self.looks_at_targets_only = self._is_registered
         self._logprobs: list[Tensor] = []
         self._totals: list[Tensor] = []
         self._metrics: list[Metrics] = []

@@ -6,6 +6,7 @@ What differs between engines is a `ModelPass`: how one microbatch goes through t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,15 +26,24 @@ FirstError = Callable[[str | None], tuple[int, str | None]]
 """Own error -> (rank, its error) of the first rank that has one, the same on all ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a pass computes of each token, beside its log-prob."""
+
+    entropies: bool = False
+    targets_only: bool = False
+    """Nobody looks at values of tokens outside the loss mask; they may be 0."""
+
+
 class ModelPass(Protocol):
     """One microbatch through the model, at once or stage by stage."""
 
-    def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
+    def forward(self, batch: TrainBatch, wanted: Wanted) -> Outputs | None:
         """Without gradients; None on ranks where the model does not end."""
         ...
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
+        self, batch: TrainBatch, loss: Loss, wanted: Wanted, *, is_last: bool
     ) -> None:
         """Adds to the gradients. `loss` is called once or more, on some rows of the batch each.
 
@@ -57,7 +67,7 @@ def forward_all(
     """Log-probs of every microbatch; none on ranks where the model does not end."""
     outputs = []
     for batch in batches:
-        values = model_pass.forward(batch.to(device), with_entropy=with_entropy)
+        values = model_pass.forward(batch.to(device), Wanted(entropies=with_entropy))
         if values is not None:
             logprobs_BT, entropies_BT = values
             entropies = None if entropies_BT is None else entropies_BT.float().cpu()
@@ -76,12 +86,13 @@ def forward_backward_all(
 ) -> EngineForwardBackward:
     """Add the gradients of every microbatch; all of them or, after an error, none at all."""
     updater.require_trainable()
+    wanted = Wanted(calls.need_entropy, calls.looks_at_targets_only and not return_logprobs)
     try:
         for index, batch in enumerate(calls.batches):
             model_pass.forward_backward(
                 batch.to(device),
                 calls,
-                with_entropy=calls.need_entropy,
+                wanted,
                 is_last=index == len(calls.batches) - 1,
             )
         result = calls.result(return_logprobs=return_logprobs)

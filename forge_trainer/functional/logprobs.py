@@ -70,25 +70,35 @@ def token_logprobs(
     document_ids_BT: Int[Tensor, "B T"],
     temperatures_BT: Float[Tensor, "B T"],
     options: LogprobOptions = LogprobOptions(),
+    *,
+    wanted_BT: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """The log-prob of every token given those before it in its document, at that token's index.
 
     Token t is predicted from hidden state t-1; this shift is done here and nowhere else. The
-    first token of a document, and padding, get 0.0.
+    first token of a document, padding, and what is not in `wanted_BT`, get 0.0; the last costs
+    nothing.
     """
-    B, T, H = hidden_BTH.shape
-    logprobs_N, entropies_N = selected_logprobs(
+    H = hidden_BTH.shape[-1]
+    predicted_BT = has_prediction(document_ids_BT)[:, 1:]
+    columns = (
         hidden_BTH[:, :-1].reshape(-1, H),
-        weight_VH,
         token_ids_BT[:, 1:].reshape(-1),
         temperatures_BT[:, 1:].reshape(-1),
-        options,
     )
-    predicted_BT = has_prediction(document_ids_BT)[:, 1:]
-    logprobs_BT = _at_targets(logprobs_N.view(B, T - 1), predicted_BT)
+    chosen_N = None
+    if wanted_BT is not None:
+        # Their number is asked of the device, which is waited for.
+        chosen_N = (wanted_BT[:, 1:] & predicted_BT).reshape(-1).nonzero().squeeze(1)
+        columns = tuple(column.index_select(0, chosen_N) for column in columns)  # type: ignore[assignment]
+    hidden_NH, targets_N, temperatures_N = columns
+    logprobs_N, entropies_N = selected_logprobs(
+        hidden_NH, weight_VH, targets_N, temperatures_N, options
+    )
+    logprobs_BT = _at_targets(logprobs_N, chosen_N, predicted_BT)
     if entropies_N is None:
         return logprobs_BT, None
-    return logprobs_BT, _at_targets(entropies_N.view(B, T - 1), predicted_BT)
+    return logprobs_BT, _at_targets(entropies_N, chosen_N, predicted_BT)
 
 
 def has_prediction(document_ids_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
@@ -98,8 +108,12 @@ def has_prediction(document_ids_BT: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return torch.nn.functional.pad(same & real, (1, 0), value=False)
 
 
-def _at_targets(values: Tensor, predicted: Tensor) -> Tensor:
-    kept = torch.where(predicted, values, torch.zeros_like(values))
+def _at_targets(values_N: Tensor, chosen_N: Tensor | None, predicted: Tensor) -> Tensor:
+    zeros = values_N.new_zeros(predicted.shape)
+    if chosen_N is None:
+        kept = torch.where(predicted, values_N.view(predicted.shape), zeros)
+    else:
+        kept = zeros.view(-1).index_copy(0, chosen_N, values_N).view(predicted.shape)
     return torch.nn.functional.pad(kept, (1, 0))
 
 

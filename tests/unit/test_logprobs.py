@@ -100,6 +100,39 @@ def test_token_logprobs_sit_at_the_token_they_speak_about() -> None:
     torch.testing.assert_close(logprobs[0], torch.tensor(wanted))
 
 
+@pytest.mark.parametrize("wanted", ["some", "none", "all"])
+def test_what_is_not_wanted_is_zero_and_changes_nothing_else(wanted: str) -> None:
+    """Values and gradients are those of all tokens, where the others count for nothing."""
+    torch.manual_seed(0)
+    tokens = torch.randint(7, (2, 6))
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
+    some = torch.rand(2, 6) < 0.5
+    wanted_BT = {"some": some, "none": some & False, "all": some | True}[wanted]
+    upstream = torch.randn(2, 2, 6, dtype=torch.float64)
+    found = []
+    for given_BT in (None, wanted_BT):
+        torch.manual_seed(1)
+        hidden = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+        logprobs, entropies = token_logprobs(
+            hidden,
+            weight,
+            tokens,
+            documents,
+            torch.full((2, 6), 0.7, dtype=torch.float64),
+            LogprobOptions(chunk_tokens=3, with_entropy=True),
+            wanted_BT=given_BT,
+        )
+        assert entropies is not None
+        values = torch.stack([logprobs, entropies]) * wanted_BT
+        if given_BT is not None:
+            assert torch.equal(torch.stack([logprobs, entropies]), values)
+        (values * upstream).sum().backward()
+        found.append((values, hidden.grad, weight.grad))
+    for of_all, of_wanted in zip(*found, strict=True):
+        torch.testing.assert_close(of_wanted, of_all)
+
+
 def test_a_single_column_has_no_prediction() -> None:
     logprobs, _ = token_logprobs(
         torch.randn(2, 1, 4),

@@ -229,6 +229,28 @@ def test_every_loss_is_a_sum_over_tokens(name: str) -> None:
     assert two.total.item() == pytest.approx(2 * one.total.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_looks_at_targets_alone(name: str) -> None:
+    """The engine computes no log-prob of other tokens for a registered loss, and leaves 0."""
+    fields = {
+        "advantages": [0.7, 1.0, -1.0, 0.5],
+        "generator_logprobs": [-0.3, -1.1, -0.9, -1.0],
+        "ref_logprobs": [-0.2, -1.0, -1.0, -1.0],
+        "token_weights": [0.5, 1.0, 0.5, 2.0],
+    }
+    batch = dataclasses.replace(
+        _batch(**fields), loss_mask_BT=torch.tensor([[False, True, False, True]])
+    )
+    loss = make_loss(name, {"kl_coef": 0.1})
+    found = []
+    for elsewhere in (-0.6, 0.0):
+        logprobs = _logprobs(elsewhere, -1.0, elsewhere, -0.7)
+        output = loss(logprobs, batch)
+        metrics = {key: float(metric.value) for key, metric in output.metrics.items()}
+        found.append((_total_and_grad(output, logprobs), metrics))
+    assert found[0] == found[1]
+
+
 def test_unknown_losses_and_options_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="'gpo' is not registered; use one of"):
         make_loss("gpo")

@@ -191,6 +191,7 @@ def _replace_lm_head(model: Decoder, chunk_tokens: int) -> None:
         document_ids_BT: Tensor,
         temperatures_BT: Tensor,
         with_entropy: bool,
+        wanted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         weight, shard = lm_head.weight, None
         if isinstance(weight, DTensor):
@@ -206,6 +207,7 @@ def _replace_lm_head(model: Decoder, chunk_tokens: int) -> None:
             document_ids_BT,
             temperatures_BT,
             LogprobOptions(chunk_tokens, with_entropy, shard),
+            wanted_BT=wanted_BT,
         )
 
     replaced: Callable[..., Any] = forward

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forge_trainer.types import TrainBatch
 
-from ..steps import Loss, Outputs
+from ..steps import Loss, Outputs, Wanted
 from .attention import attention_masks
 from .parallel import BuiltModel
 
@@ -29,17 +29,17 @@ class WholePass:
         self._model = built.part
         self._defers_reduction = defers_reduction
 
-    def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
-        outputs = self._outputs(batch, with_entropy)
+    def forward(self, batch: TrainBatch, wanted: Wanted) -> Outputs | None:
+        outputs = self._outputs(batch, wanted)
         release_gathered(self._model)
         return outputs
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
+        self, batch: TrainBatch, loss: Loss, wanted: Wanted, *, is_last: bool
     ) -> None:
         if self._defers_reduction:
             self._model.set_requires_gradient_sync(is_last)
-        logprobs_BT, entropies_BT = self._outputs(batch, with_entropy)
+        logprobs_BT, entropies_BT = self._outputs(batch, wanted)
         loss(logprobs_BT, entropies_BT, batch).backward()
 
     def abandon(self) -> None:
@@ -53,13 +53,13 @@ class WholePass:
                         if hasattr(parameter, "_unsharded_param"):
                             parameter.unsharded_param.grad = None
 
-    def _outputs(self, batch: TrainBatch, with_entropy: bool) -> Outputs:
+    def _outputs(self, batch: TrainBatch, wanted: Wanted) -> Outputs:
         hidden_BTH = self._model(
             batch.token_ids_BT,
             positions=batch.positions_BT,
             attention_masks=attention_masks(self._model, batch.positions_BT),
         )
-        return apply_lm_head(self._model, hidden_BTH, batch, with_entropy)
+        return apply_lm_head(self._model, hidden_BTH, batch, wanted)
 
 
 class PipelinePass:
@@ -98,32 +98,32 @@ class PipelinePass:
         if self._is_measuring:
             return hidden_BTH.sum()
         batch = self._batch.select_rows(rows_B)
-        outputs = apply_lm_head(self._model, hidden_BTH, batch, self._with_entropy)
+        outputs = apply_lm_head(self._model, hidden_BTH, batch, self._wanted)
         self._outputs.append(outputs)
         if self._loss is None:
             return outputs[0].sum()
         return self._loss(*outputs, batch)
 
-    def forward(self, batch: TrainBatch, *, with_entropy: bool) -> Outputs | None:
-        self._run(self._schedule.eval, batch, None, with_entropy)
+    def forward(self, batch: TrainBatch, wanted: Wanted) -> Outputs | None:
+        self._run(self._schedule.eval, batch, None, wanted)
         release_gathered(self._model)
         if not self._is_last:
             return None
         logprobs, entropies = zip(*self._outputs, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+        return torch.cat(logprobs), torch.cat(entropies) if wanted.entropies else None
 
     def forward_backward(
-        self, batch: TrainBatch, loss: Loss, *, with_entropy: bool, is_last: bool
+        self, batch: TrainBatch, loss: Loss, wanted: Wanted, *, is_last: bool
     ) -> None:
-        self._run(self._schedule.step, batch, loss, with_entropy)
+        self._run(self._schedule.step, batch, loss, wanted)
 
     def abandon(self) -> None:
         release_gathered(self._model)
 
     def _run(
-        self, run: Callable[..., Any], batch: TrainBatch, loss: Loss | None, with_entropy: bool
+        self, run: Callable[..., Any], batch: TrainBatch, loss: Loss | None, wanted: Wanted
     ) -> None:
-        self._batch, self._loss, self._with_entropy = batch, loss, with_entropy
+        self._batch, self._loss, self._wanted = batch, loss, wanted
         self._outputs: list[Outputs] = []
         if batch.token_ids_BT.shape != self._shape:
             # torch 2.13.0: stages keep the shapes of their first call.
@@ -151,13 +151,14 @@ def release_gathered(model: Any) -> None:
         model.reset_iter_state()
 
 
-def apply_lm_head(model: Any, hidden_BTH: Tensor, batch: TrainBatch, with_entropy: bool) -> Outputs:
+def apply_lm_head(model: Any, hidden_BTH: Tensor, batch: TrainBatch, wanted: Wanted) -> Outputs:
     """Log-probs and entropies from hidden states, see `parallel._replace_lm_head`."""
     outputs: Outputs = model.lm_head(
         hidden_BTH,
         batch.token_ids_BT,
         batch.document_ids_BT,
         batch.temperatures_BT,
-        with_entropy,
+        wanted.entropies,
+        batch.loss_mask_BT if wanted.targets_only else None,
     )
     return outputs
