@@ -33,6 +33,16 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host of a run says of itself."""
+
+    host: str
+    address: str | None
+    """IPv4 of its name, or of the interface that was asked for."""
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """Static facts of one rank."""
 
@@ -42,6 +52,9 @@ class RankFacts:
     device: str
     host: str
     pid: int
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of its process."""
+    cpu_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,8 @@ class Worker:
             device=facts.device,
             host=socket.gethostname(),
             pid=os.getpid(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            cpu_threads=torch.get_num_threads(),
         )
 
     async def status(self) -> RankStatus:

@@ -18,6 +18,7 @@ from forge_trainer.config import GrpoConfig
 
 if TYPE_CHECKING:
     from forge_trainer.data.prompts import Task
+    from forge_trainer.processes.lifecycle import Site
     from forge_trainer.reporting import Reporter
 
 
@@ -73,7 +74,6 @@ def start(config: GrpoConfig) -> None:
 async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -> None:
     """Start the processes and run both loops until the steps are done."""
     from forge_trainer.processes.lifecycle import running_services
-    from forge_trainer.processes.rank_logs import RankLogs
     from forge_trainer.replay import Replay
     from forge_trainer.reporting.files import write_facts
     from forge_trainer.run.pipeline import Pipeline
@@ -82,7 +82,6 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
         CHECKPOINTS_FOLDER,
         FACTS_FILE,
         FINAL_FOLDER,
-        LOGS_FOLDER,
     )
     from forge_trainer.run.training import Models, TrainPlan, leave_model, run_training
     from forge_trainer.tasks import run_with_background
@@ -111,7 +110,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
             model_dir=model_dir,
             checkpoint_folder=checkpoints,
             reference=config.reference_trainer if config.needs_reference else None,
-            logs=RankLogs(str((folder / LOGS_FOLDER).absolute()), config.reporting.log_level),
+            site=site_of(config, folder),
         ) as services:
             write_facts(await services.trainer.get_config(), folder / FACTS_FILE)
             rollout = run_rollout(
@@ -128,6 +127,16 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
                 await leave_model(services.trainer, folder / FINAL_FOLDER)
     finally:
         reporter.close()
+
+
+def site_of(config: GrpoConfig, folder: Path) -> Site:
+    """Where the run's processes live, and where they log."""
+    from forge_trainer.processes.lifecycle import Site
+    from forge_trainer.processes.rank_logs import RankLogs
+    from forge_trainer.run.run_folder import LOGS_FOLDER
+
+    logs = RankLogs(str((folder / LOGS_FOLDER).absolute()), config.reporting.log_level)
+    return Site(config.launch, config.placement, logs)
 
 
 def make_reporter(config: GrpoConfig, folder: Path) -> Reporter:

@@ -5,9 +5,11 @@ Nothing here imports torch. `load` reads files and command lines.
 
 from .algorithm import AlgorithmConfig, TaskConfig
 from .generation import GeneratorConfig
+from .launch import KubernetesConfig, LaunchConfig, SlurmConfig, TlsConfig
 from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
+from .placement import ROLES, PlacementConfig, Role
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -17,19 +19,26 @@ __all__ = [
     "AlgorithmConfig",
     "GeneratorConfig",
     "GrpoConfig",
+    "KubernetesConfig",
     "LRScheduleConfig",
+    "LaunchConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PackingConfig",
     "ParallelConfig",
     "ParamGroupConfig",
+    "PlacementConfig",
     "ProfilingConfig",
+    "ROLES",
     "ReferenceConfig",
     "ReportingConfig",
+    "Role",
     "RunConfig",
     "Section",
+    "SlurmConfig",
     "TaskConfig",
     "TinyModelConfig",
+    "TlsConfig",
     "TrainerConfig",
     "WeightsConfig",
 ]

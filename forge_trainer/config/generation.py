@@ -20,5 +20,5 @@ class GeneratorConfig(Section):
     """Of sampling; None takes run.seed."""
     batch_size: PositiveInt = 256
     """Completions sampled at one time."""
-    cpu_threads: PositiveInt = 1
-    """Threads of the generator's computations on the CPU."""
+    cpu_threads: PositiveInt | None = None
+    """Threads of its computations on the CPU; None is a fair share of the host's cores."""

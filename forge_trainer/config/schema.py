@@ -9,8 +9,10 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from .algorithm import AlgorithmConfig, TaskConfig
 from .generation import GeneratorConfig
+from .launch import LaunchConfig
 from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
+from .placement import PlacementConfig
 from .section import Folder, Section, Seed
 from .trainer import ProfilingConfig, TrainerConfig
 from .weights import WeightsConfig
@@ -63,6 +65,8 @@ class GrpoConfig(Section):
     task: TaskConfig = TaskConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reporting: ReportingConfig = ReportingConfig()
+    launch: LaunchConfig = LaunchConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @property
     def needs_reference(self) -> bool:
@@ -161,6 +165,15 @@ class GrpoConfig(Section):
             raise ValueError(
                 "trainer.async_checkpoints and trainer.keep_checkpoints need "
                 "trainer.checkpoint_interval; without it, the last step alone is saved"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def weights_can_travel(self) -> Self:
+        if self.weights.transport == "shared_memory" and self.launch.kind != "local":
+            raise ValueError(
+                f"weights.transport: shared_memory, but launch.kind: {self.launch.kind} starts "
+                "several hosts, which share none; use torchstore"
             )
         return self
 

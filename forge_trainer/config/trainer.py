@@ -71,8 +71,8 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time."""
     on_non_finite: Literal["raise", "skip"] = "raise"
-    cpu_threads: PositiveInt = 1
-    """Threads of each rank's computations on the CPU."""
+    cpu_threads: PositiveInt | None = None
+    """Threads of each rank's computations on the CPU; None is a fair share of the host's cores."""
     collective_timeout_s: Seconds = 60.0
     """A rank that dies or hangs in a collective ends the call within this time."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None

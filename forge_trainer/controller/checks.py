@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import socket
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from forge_trainer.hf import (
     require_whole_weights,
     resolve_device,
 )
+from forge_trainer.types import Gpu
 
 PROMPTS_LOOKED_AT = 256
 
@@ -41,14 +42,18 @@ def check_models(
     trainers: Iterable[TrainerConfig],
     generator: GeneratorConfig,
     weights: WeightsConfig,
+    *,
+    gpus: Sequence[Gpu] | None = None,
 ) -> None:
     """Trainer, reference and generator must fit the model and each other.
+
+    `gpus` are those of the hosts; None asks torch for those of this process.
 
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
     for trainer in trainers:
-        check_trainer(path, trainer)
+        check_trainer(path, trainer, gpus=gpus)
         if trainer.checkpoint_folder is not None:
             require_writable("trainer.checkpoint_folder", trainer.checkpoint_folder)
         if trainer.profiling.folder is not None:
@@ -56,19 +61,21 @@ def check_models(
     if weights.shared_memory_folder is not None:
         # Asked for by name, so not passed over under `transport: auto`.
         require_writable("weights.shared_memory_folder", weights.shared_memory_folder, make=False)
-    check_generator(path, generator)
+    check_generator(path, generator, gpus=gpus)
     check_dtypes(weights, generator)
 
 
-def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
-    """The model's facts, once the trainer is known to be able to train it.
+def check_trainer(
+    path: Path, trainer: TrainerConfig, *, gpus: Sequence[Gpu] | None = None
+) -> ModelFacts:
+    """The model's facts, once the trainer is known to be able to train it; `gpus` as above.
 
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
-    device = resolve_device(trainer.device)
-    require_memory_snapshots(trainer.profiling, device.type)
-    require_float8(trainer.float8, device)
+    device = resolve_device(trainer.device, None if gpus is None else len(gpus)).type
+    require_memory_snapshots(trainer.profiling, device)
+    require_float8(trainer.float8, device, gpus[0].capability if gpus else None)
     if trainer.engine not in ENGINES:
         find_engine(trainer.engine)
     if trainer.engine == "titan":
@@ -79,13 +86,15 @@ def check_trainer(path: Path, trainer: TrainerConfig) -> ModelFacts:
     return facts
 
 
-def check_generator(path: Path, generator: GeneratorConfig) -> None:
-    """The generator and the tokenizer must fit the model.
+def check_generator(
+    path: Path, generator: GeneratorConfig, *, gpus: Sequence[Gpu] | None = None
+) -> None:
+    """The generator and the tokenizer must fit the model; `gpus` as above.
 
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
-    resolve_device(generator.device)
+    resolve_device(generator.device, None if gpus is None else len(gpus))
     facts = read_model_facts(path)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)

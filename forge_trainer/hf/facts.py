@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 
+NO_GPUS = (
+    "the hosts have none; where they are others than this machine, launch.gpus_per_host says how "
+    "many they have"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What `config.json` says, as far as the trainer cares."""
@@ -104,16 +110,18 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one.
+def resolve_device(name: str, num_gpus: int | None = None) -> torch.device:
+    """`auto` is the GPU where there is one; how many there are, torch is asked unless told.
 
     Raises:
         ConfigError: a GPU is asked for and there is none.
     """
     import torch
 
+    there_are_some = torch.cuda.is_available() if num_gpus is None else num_gpus > 0
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: 'cuda' is asked for, but torch finds no GPU here")
+        name = "cuda" if there_are_some else "cpu"
+    if name == "cuda" and not there_are_some:
+        found = "torch finds no GPU here" if num_gpus is None else NO_GPUS
+        raise ConfigError(f"device: 'cuda' is asked for, but {found}")
     return torch.device(name)

@@ -19,7 +19,7 @@ from monarch.actor import ActorError
 from torch import Tensor
 
 from forge_trainer.actors.generator import GeneratorActor
-from forge_trainer.actors.trainer import RANKS, TitanTrainer
+from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config import TrainerConfig
 from forge_trainer.controller.ranks import ask_all
 from forge_trainer.errors import (
@@ -41,9 +41,17 @@ FILE_CALLS = ("setup", "save", "load", "stage_weights")
 class MeshRanks:
     """Keeps `RankCalls` over a mesh of TitanTrainer actors."""
 
-    def __init__(self, actors: TitanTrainer, config: TrainerConfig) -> None:
+    def __init__(
+        self,
+        actors: Sequence[TitanTrainer],
+        config: TrainerConfig,
+        *,
+        hosts: Sequence[str | None] = (),
+    ) -> None:
+        """One actor per rank; `hosts` are their names in messages, None where there is one."""
         self._config = config
-        self._ranks: list[Any] = [actors.slice(**{RANKS: rank}) for rank in range(config.num_ranks)]
+        self._ranks: list[Any] = list(actors)
+        self._hosts = hosts or [None] * len(actors)
         self._handle_id = uuid.uuid4().hex[:8]
         self._number = 0
         self._lost: WorkerLostError | None = None
@@ -61,7 +69,9 @@ class MeshRanks:
             raise self._lost
         sent = self._send(method, args_by_rank)
         tasks = [
-            asyncio.create_task(_translated(future, rank, method), name=f"{method}[{rank}]")
+            asyncio.create_task(
+                _translated(future, rank, method, host=self._hosts[rank]), name=f"{method}[{rank}]"
+            )
             for rank, future in enumerate(sent)
         ]
         try:
@@ -235,7 +245,12 @@ class GeneratorHandle:
 
 
 async def _translated(
-    future: Awaitable[Any], rank: int, phase: str, *, mesh: str = "trainer"
+    future: Awaitable[Any],
+    rank: int,
+    phase: str,
+    *,
+    mesh: str = "trainer",
+    host: str | None = None,
 ) -> Any:
     """The result of an endpoint, or the project's error for what Monarch raised."""
     try:
@@ -249,6 +264,7 @@ async def _translated(
         ) from error
     except MonarchSupervisionError as error:
         reason = str(error).strip().splitlines()[-1].strip()
+        where = "" if host is None else f" on host {host}"
         raise WorkerLostError(
-            f"a {mesh} process is gone: {reason}", rank=rank, phase=phase
+            f"a {mesh} process{where} is gone: {reason}", rank=rank, phase=phase
         ) from error

@@ -8,34 +8,49 @@ while closing keeps the rest from being closed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch.actor import ProcMesh
 
 from forge_trainer.actors.generator import GeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
-from forge_trainer.config import GeneratorConfig, TrainerConfig, WeightsConfig
+from forge_trainer.config import (
+    GeneratorConfig,
+    LaunchConfig,
+    PlacementConfig,
+    Role,
+    TrainerConfig,
+    WeightsConfig,
+)
 from forge_trainer.controller.checks import check_models, check_port
 from forge_trainer.controller.ranks import TrainerSetup
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.pieces import WeightsRef
 from forge_trainer.tasks import first_error
+from forge_trainer.types import HostInventory
 from forge_trainer.weights.stores import open_store
 
 from .handles import GeneratorHandle, MeshRanks
+from .inventory import find_inventory
+from .launch import Hosts, running_hosts
 from .meshes import (
     STOP_TIMEOUT_S,
     closing,
     join_ranks,
+    points_of,
     prepare_controller,
     running_mesh,
 )
+from .placement import MeshPlan, Placement, describe, plan_placement
 from .rank_logs import RankLogs
 from .store import IN_MEMORY, RunStore
 
-GENERATOR = "generator"
+logger = logging.getLogger(__name__)
+
+GENERATOR: Role = "generator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,31 @@ class Services:
         return await self.trainer.replace_store(self.store.restart)
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a run's processes live, and where they log."""
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    logs: RankLogs | None = None
+    """Without, the processes log errors only, to the console."""
+    inventory: HostInventory | None = None
+    """Of each host; None finds out."""
+
+    def plan(self, trainers: Mapping[Role, TrainerConfig], generator: GeneratorConfig) -> Placement:
+        """Who gets what.
+
+        Raises:
+            ConfigError: with a table of what was asked and what is there.
+        """
+        found = self.gpus_and_cores()
+        return plan_placement(trainers, generator, self.placement, self.launch, found)
+
+    def gpus_and_cores(self) -> HostInventory:
+        """Of each host."""
+        return self.inventory or find_inventory(self.launch)
+
+
 @contextlib.asynccontextmanager
 async def running_services(
     trainer: TrainerConfig,
@@ -62,63 +102,119 @@ async def running_services(
     model_dir: Path,
     checkpoint_folder: Path,
     reference: TrainerConfig | None = None,
-    logs: RankLogs | None = None,
+    site: Site = Site(),
 ) -> AsyncIterator[Services]:
     """A store, a TitanTrainer mesh, a generator and perhaps a reference model, ready for calls.
 
-    Without `logs`, the processes log errors only, to the console.
-
     Raises:
-        ConfigError: the config does not fit the model, the trainer's port is in use, or shared
-            memory is asked for and cannot be had.
+        ConfigError: the config does not fit the model or the hosts, the trainer's port is in use,
+            or shared memory is asked for and cannot be had.
     """
-    trainers = {"trainer": trainer} | ({} if reference is None else {"reference": reference})
-    check_models(model_dir, trainers.values(), generator, weights)
+    trainers = _trainers(trainer, reference)
+    plans = site.plan(trainers, generator)
+    check_models(model_dir, trainers.values(), generator, weights, gpus=site.gpus_and_cores().gpus)
     for config in trainers.values():
-        check_port(config)
+        if site.launch.kind == "local":
+            check_port(config)
+    # As everybody will see them, also those who work elsewhere.
+    model_dir, checkpoint_folder = model_dir.absolute(), checkpoint_folder.absolute()
     prepare_controller()
     async with contextlib.AsyncExitStack() as stack:
-        store = RunStore(weights, stack)
-        sizes = {name: (config.num_ranks, config.cpu_threads) for name, config in trainers.items()}
-        meshes = {
-            name: await stack.enter_async_context(
-                running_mesh(name, num_processes=number, cpu_threads=threads, logs=logs)
+        log_folder = Path(site.logs.folder) if site.logs else None
+        hosts = await stack.enter_async_context(running_hosts(site.launch, log_folder=log_folder))
+        await _require_shared(hosts, trainers["trainer"], model_dir, checkpoint_folder, site)
+        store = RunStore(weights, stack, hosts.place(plans["trainer"]))
+        meshes = await _start_meshes(stack, hosts, plans, site.logs)
+        ranks = {}
+        for role, config in trainers.items():
+            mesh, plan = meshes[role], plans[role]
+            await join_ranks(mesh, *await hosts.master(plan, config.master_port))
+            ranks[role] = _spawn_ranks(
+                mesh, on_device(config, plan), weights, model_dir, hosts.names(plan)
             )
-            for name, (number, threads) in (sizes | {GENERATOR: (1, generator.cpu_threads)}).items()
-        }
-        ranks = {
-            name: await _spawn_ranks(meshes[name], config, weights, model_dir)
-            for name, config in trainers.items()
-        }
-        generating = _spawn_generator(meshes[GENERATOR], generator, weights, model_dir)
+        generating = _spawn_generator(
+            meshes[GENERATOR],
+            generator.model_copy(update={"device": plans[GENERATOR].device}),
+            weights,
+            model_dir,
+        )
         opened = {"trainer": await store.open([ranks["trainer"], generating])}
         if reference is not None:
             await ranks["reference"].open_store(IN_MEMORY)
             opened["reference"] = open_store(IN_MEMORY, weights)
         handles = {
-            name: TrainerHandle(
-                TrainerSetup(config, weights, model_dir, checkpoint_folder, opened[name]),
-                ranks[name],
+            role: TrainerHandle(
+                TrainerSetup(config, weights, model_dir, checkpoint_folder, opened[role]),
+                ranks[role],
             )
-            for name, config in trainers.items()
+            for role, config in trainers.items()
         }
         async with first_error() as starting:
-            for name, handle in handles.items():
-                starting.create_task(handle.setup(), name=name)
+            for role, handle in handles.items():
+                starting.create_task(handle.setup(), name=role)
             starting.create_task(generating.setup(), name=GENERATOR)
-        for name, handle in handles.items():
+        for role, handle in handles.items():
             # A save that runs beside other calls is let to its end.
-            timeout_s = STOP_TIMEOUT_S + trainers[name].checkpoint_timeout_s
-            stack.push_async_callback(closing, name, handle.close, timeout_s=timeout_s)
+            timeout_s = STOP_TIMEOUT_S + trainers[role].checkpoint_timeout_s
+            stack.push_async_callback(closing, role, handle.close, timeout_s=timeout_s)
         stack.push_async_callback(closing, GENERATOR, generating.close)
         yield Services(handles["trainer"], generating, handles.get("reference"), store)
 
 
-async def _spawn_ranks(
-    mesh: ProcMesh, config: TrainerConfig, weights: WeightsConfig, model_dir: Path
+def _trainers(trainer: TrainerConfig, reference: TrainerConfig | None) -> dict[Role, TrainerConfig]:
+    found: dict[Role, TrainerConfig] = {"trainer": trainer}
+    return found if reference is None else {**found, "reference": reference}
+
+
+def on_device(config: TrainerConfig, plan: MeshPlan) -> TrainerConfig:
+    """What the ranks are told: nobody guesses a device any more."""
+    return config.model_copy(update={"device": plan.device, "cpu_threads": plan.cpu_threads})
+
+
+async def _require_shared(
+    hosts: Hosts, trainer: TrainerConfig, model_dir: Path, checkpoint_folder: Path, site: Site
+) -> None:
+    """Raises ConfigError for a folder that is not there on every host."""
+    await hosts.require_seen("model.path", str(model_dir / "config.json"))
+    folders = {"trainer.checkpoint_folder": checkpoint_folder}
+    if site.logs is not None:
+        folders["run.folder"] = Path(site.logs.folder)
+    if trainer.profiling.folder is not None:
+        folders["trainer.profiling.folder"] = Path(trainer.profiling.folder).absolute()
+    for key, folder in folders.items():
+        await hosts.require_shared(key, folder)
+
+
+async def _start_meshes(
+    stack: contextlib.AsyncExitStack, hosts: Hosts, plans: Placement, logs: RankLogs | None
+) -> dict[Role, ProcMesh]:
+    """All at once; not waited for."""
+    meshes: dict[Role, ProcMesh] = {}
+    for role, plan in plans.items():
+        logger.info("%s", describe(plan))
+        meshes[role] = await stack.enter_async_context(
+            running_mesh(
+                role,
+                num_processes=plan.per_host,
+                cpu_threads=plan.cpu_threads,
+                logs=logs,
+                place=hosts.place(plan),
+            )
+        )
+    return meshes
+
+
+def _spawn_ranks(
+    mesh: ProcMesh,
+    config: TrainerConfig,
+    weights: WeightsConfig,
+    model_dir: Path,
+    host_names: Sequence[str | None] = (),
 ) -> MeshRanks:
-    await join_ranks(mesh, config.master_port)
-    return MeshRanks(mesh.spawn("trainer", TitanTrainer, config, weights, str(model_dir)), config)
+    """Actors in processes that know their ranks."""
+    actors = mesh.spawn("trainer", TitanTrainer, config, weights, str(model_dir))
+    by_rank = [actors.slice(**point) for point in points_of(mesh)]
+    return MeshRanks(by_rank, config, hosts=host_names)
 
 
 def _spawn_generator(

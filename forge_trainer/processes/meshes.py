@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import monarch.actor
-from monarch.actor import ProcMesh, current_rank, this_host
+from monarch._src.actor.host_mesh import BootstrapCommand, default_bootstrap_cmd
+from monarch.actor import HostMesh, ProcMesh, current_rank, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from forge_trainer.actors.trainer import RANKS
+from forge_trainer.config import TlsConfig
 
 from . import torchstore_patch
 from .rank_logs import RankLogs, set_up_logging
@@ -45,14 +50,50 @@ def _log_fault(failure: Any) -> None:
     logger.debug("%s", failure)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Hosts for processes, and what these find in their environment."""
+
+    hosts: HostMesh | None = None
+    """None is this machine."""
+    name: str = "local"
+    """Of the hosts; a process finds its own as HOST_VARIABLE, such as trainer/1."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """There before Python starts, so also before CUDA does."""
+    python: str | None = None
+    """The interpreter; None is the controller's own path."""
+
+
+HOST_VARIABLE = "FORGE_TRAINER_HOST"
+THIS_MACHINE = Place()
+
+
 def spawn_mesh(
-    name: str, *, num_processes: int, cpu_threads: int, logs: RankLogs | None = None
+    name: str,
+    *,
+    num_processes: int,
+    cpu_threads: int,
+    logs: RankLogs | None = None,
+    place: Place = THIS_MACHINE,
 ) -> ProcMesh:
-    """Processes on this host, with a single axis `ranks`; not waited for."""
-    return this_host().spawn_procs(
+    """So many processes on every host, along the axis `ranks`; not waited for."""
+    return (place.hosts or this_host()).spawn_procs(
         per_host={RANKS: num_processes},
         bootstrap=functools.partial(_bootstrap, name, cpu_threads, logs),
+        bootstrap_command=functools.partial(_command, place),
         name=name,
+    )
+
+
+def _command(place: Place, point: Any) -> BootstrapCommand:
+    """What starts the process at this point of a mesh."""
+    command = default_bootstrap_cmd()
+    host = f"{place.name}/{point['hosts']}" if "hosts" in point else place.name
+    return BootstrapCommand(
+        place.python or command.program,
+        None,
+        command.args,
+        {**command.env, **place.environment, HOST_VARIABLE: host},
     )
 
 
@@ -62,6 +103,14 @@ def _bootstrap(mesh: str, cpu_threads: int, logs: RankLogs | None) -> None:
     # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
     os.setpgid(0, 0)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    logger.info(
+        "process %d on host %s, GPUs %r, %d threads, %s",
+        os.getpid(),
+        os.environ[HOST_VARIABLE],
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        cpu_threads,
+        sys.executable,
+    )
     import torch
 
     torch.set_num_threads(cpu_threads)
@@ -69,9 +118,26 @@ def _bootstrap(mesh: str, cpu_threads: int, logs: RankLogs | None) -> None:
     _prepare_torchstore()
 
 
+def use_certificates(tls: TlsConfig) -> None:
+    """Let this process, and those that it starts, speak to holders of certificates alone.
+
+    Before Monarch's first connection.
+    """
+    os.environ["HYPERACTOR_TLS_CA"] = tls.ca
+    os.environ["HYPERACTOR_TLS_CERT"] = tls.certificate
+    os.environ["HYPERACTOR_TLS_KEY"] = tls.key
+
+
 def _prepare_torchstore() -> None:
     os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(MAX_MESSAGE_BYTES))
     torchstore_patch.apply()
+
+
+def points_of(mesh: ProcMesh) -> list[dict[str, int]]:
+    """Where every process is, in the order of ranks: host by host."""
+    sizes = mesh.sizes
+    indices = itertools.product(*(range(size) for size in sizes.values()))
+    return [dict(zip(sizes, index, strict=True)) for index in indices]
 
 
 async def start_store(mesh: ProcMesh, name: str) -> None:
@@ -88,20 +154,34 @@ async def stop_store(name: str) -> None:
     await torchstore.shutdown(name)
 
 
-async def join_ranks(mesh: ProcMesh, master_port: int | None) -> None:
-    """Tell every process its rank and where rank 0 listens, as torchrun would."""
+async def join_ranks(
+    mesh: ProcMesh, master_port: int | None, master_address: str = "127.0.0.1"
+) -> None:
+    """Tell every process its rank and where rank 0 listens, as torchrun would.
+
+    Without a port, rank 0's host takes a free one, and listens where its name leads to.
+    """
     if master_port is None:
         await setup_torch_elastic_env_async(mesh)
     else:
-        await setup_torch_elastic_env_async(mesh, master_addr="127.0.0.1", master_port=master_port)
+        await setup_torch_elastic_env_async(
+            mesh, master_addr=master_address, master_port=master_port
+        )
 
 
 @contextlib.asynccontextmanager
 async def running_mesh(
-    name: str, *, num_processes: int, cpu_threads: int, logs: RankLogs | None = None
+    name: str,
+    *,
+    num_processes: int,
+    cpu_threads: int,
+    logs: RankLogs | None = None,
+    place: Place = THIS_MACHINE,
 ) -> AsyncIterator[ProcMesh]:
-    """Processes on this host that are stopped at the end, whatever happens."""
-    mesh = spawn_mesh(name, num_processes=num_processes, cpu_threads=cpu_threads, logs=logs)
+    """So many processes on every host that are stopped at the end, whatever happens."""
+    mesh = spawn_mesh(
+        name, num_processes=num_processes, cpu_threads=cpu_threads, logs=logs, place=place
+    )
     try:
         yield mesh
     finally:

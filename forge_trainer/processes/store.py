@@ -17,7 +17,7 @@ from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.shared_memory.folder import LOCK, shared_folder
 from forge_trainer.weights.stores import open_store
 
-from .meshes import closing, running_mesh, start_store, stop_store
+from .meshes import THIS_MACHINE, Place, closing, running_mesh, start_store, stop_store
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,13 @@ class StoreMember(Protocol):
 class RunStore:
     """Opens the run's store in all processes that publish or pull."""
 
-    def __init__(self, config: WeightsConfig, stack: contextlib.AsyncExitStack) -> None:
-        """Whatever is started is closed with `stack`.
+    def __init__(
+        self,
+        config: WeightsConfig,
+        stack: contextlib.AsyncExitStack,
+        place: Place = THIS_MACHINE,
+    ) -> None:
+        """Whatever is started is closed with `stack`. `place` is where the trainer is.
 
         Raises:
             ConfigError: shared memory is asked for and cannot be had.
@@ -51,7 +56,9 @@ class RunStore:
         self._folder: Path | None = None
         self.address = IN_MEMORY
         """Where it is, once it is open."""
-        if config.transport != "torchstore":
+        self._place = place
+        # Other hosts share no memory with this one, where its folder would be.
+        if config.transport != "torchstore" and place.hosts is None:
             root = config.shared_memory_folder
             try:
                 self._folder = stack.enter_context(shared_folder(Path(root) if root else None))
@@ -85,7 +92,7 @@ class RunStore:
     async def _start_torchstore(self) -> StoreAddress:
         name = f"{STORE_NAME}_{secrets.token_hex(4)}"
         mesh = await self._stack.enter_async_context(
-            running_mesh("store", num_processes=1, cpu_threads=1)
+            running_mesh("store", num_processes=1, cpu_threads=1, place=_XX(self._place))
         )
         await start_store(mesh, name)
         self._stack.push_async_callback(closing, "store", lambda: stop_store(name))
@@ -108,3 +115,8 @@ class RunStore:
         self._stack.callback(store.close)
         logger.info("weights travel through %s (%s)", address.transport, address.location)
         return store
+
+
+def _XX(place):
+    import dataclasses
+    return place if place.hosts is None else dataclasses.replace(place, hosts=place.hosts.slice(hosts=slice(0,1)))

@@ -5,6 +5,7 @@ Axes in names: B rows, T positions, V vocabulary, G members of a group.
 
 from .calls import CallTicket, World
 from .checkpoints import CheckpointFormat, CheckpointInfo, SaveRequest
+from .devices import Gpu, HostInventory
 from .results import (
     EngineForwardBackward,
     ForwardBackwardResult,
@@ -33,6 +34,8 @@ __all__ = [
     "Episode",
     "ForwardBackwardResult",
     "ForwardResult",
+    "Gpu",
+    "HostInventory",
     "LossFn",
     "LossOutput",
     "MicrobatchOutput",

@@ -25,7 +25,13 @@ from forge_trainer.errors import WeightsError, WorkerLostError
 from forge_trainer.pieces import StoreAddress, WeightPiece, WeightsVersion
 from forge_trainer.processes.handles import MeshRanks
 from forge_trainer.processes.lifecycle import _spawn_ranks
-from forge_trainer.processes.meshes import prepare_controller, running_mesh, start_store, stop_store
+from forge_trainer.processes.meshes import (
+    join_ranks,
+    prepare_controller,
+    running_mesh,
+    start_store,
+    stop_store,
+)
 from forge_trainer.processes.store import RunStore
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.shared_memory.folder import shared_folder
@@ -227,7 +233,8 @@ def test_a_trainer_killed_in_mid_push_leaves_the_last_version(
             # Still whole, and still what readers run.
             assert await generator.pull_weights() == first.version
             async with running_mesh("trainer", num_processes=2, cpu_threads=1) as mesh:
-                ranks = await _spawn_ranks(mesh, TRAINER, weights, model_dir)
+                await join_ranks(mesh, None)
+                ranks = _spawn_ranks(mesh, TRAINER, weights, model_dir)
                 await ranks.open_store(cluster.services.store.address)
                 handle = await _restarted(ranks, cluster, tmp_path)
                 await handle.train_step(GOOD, loss="grpo")

@@ -10,13 +10,19 @@ import torchtitan.distributed.parallel_dims
 import torchtitan.distributed.utils
 import torchtitan.tools.utils
 
+from forge_trainer.errors import ConfigError
 from forge_trainer.types import World
 
 
 def select_device(device: torch.device, world: World) -> torch.device:
     """Tell TorchTitan and torch which device this rank uses."""
     if device.type == "cuda":
-        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        if world.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {world.rank} is process {world.local_rank} of its host, where torch finds "
+                f"{torch.cuda.device_count()} GPUs; every rank needs one"
+            )
+        device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
     # TorchTitan 0.3.0 picks its device when imported, and falls back to "cuda" where there is no
     # accelerator. The modules below hold that choice; it may go when TorchTitan takes a device.

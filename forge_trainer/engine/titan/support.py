@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import torch
-
 from forge_trainer.errors import ConfigError
 
 ROPE_TYPES = {"llama": ("default", "llama3"), "qwen3": ("default",)}
@@ -17,6 +15,7 @@ LLAMA3_ROPE_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+FLOAT8_CAPABILITY = (8, 9)
 REQUIRED_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -59,8 +58,11 @@ def refuse_unsupported(hf_config: dict[str, Any]) -> None:
         )
 
 
-def require_float8(recipe: str, device: torch.device) -> None:
-    """Raises ConfigError for float8 products that this machine cannot compute."""
+def require_float8(recipe: str, device: str, capability: tuple[int, int] | None = None) -> None:
+    """Raises ConfigError for float8 products that the device, `cpu` or `cuda`, cannot compute.
+
+    Without its capability, a GPU is taken to be able to.
+    """
     if recipe == "none":
         return
     if importlib.util.find_spec("torchao") is None:
@@ -69,7 +71,7 @@ def require_float8(recipe: str, device: torch.device) -> None:
         )
     if recipe == "emulated":
         return
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if device != "cuda" or (capability or FLOAT8_CAPABILITY) < FLOAT8_CAPABILITY:
         raise ConfigError(
             f"trainer.float8: {recipe!r} needs a GPU of compute capability 8.9 or later, got "
             f"{device}; use 'emulated' to see what the rounding does"

@@ -1,0 +1,100 @@
+"""HostGuard: one small process per host of a run, that knows its host and outlives nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+
+import psutil
+from monarch.actor import Actor, concurrent_endpoint
+
+from forge_trainer.status import HostFacts
+
+logger = logging.getLogger(__name__)
+
+LOOKS_PER_TIMEOUT = 20
+
+
+class HostGuard(Actor):
+    """Ends its host's processes when the controller has been silent for too long.
+
+    Monarch leaves hosts and what runs on them alive when a controller dies without closing them.
+    """
+
+    def __init__(self, timeout_s: float, *, keeps_host: bool) -> None:
+        """With `keeps_host`, the host itself stays, for somebody else has started it."""
+        self._timeout_s = timeout_s
+        self._keeps_host = keeps_host
+        self._heard = time.monotonic()
+        threading.Thread(target=self._watch, name="guard", daemon=True).start()
+
+    @concurrent_endpoint
+    async def look(self, interface: str | None) -> HostFacts:
+        """What the host says of itself; with an interface, its address there."""
+        self._heard = time.monotonic()
+        return HostFacts(
+            host=socket.gethostname(),
+            address=_address(interface),
+            cores=len(psutil.Process().cpu_affinity() or ()),
+        )
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """The controller lives."""
+        self._heard = time.monotonic()
+
+    @concurrent_endpoint
+    async def free_port(self) -> int:
+        """A port that nobody had a moment ago."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    @concurrent_endpoint
+    async def sees(self, path: str, writable: bool) -> bool:
+        """True if that file or folder is there for this host's processes."""
+        return os.access(path, os.R_OK | (os.W_OK if writable else 0))
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard < self._timeout_s:
+            time.sleep(self._timeout_s / LOOKS_PER_TIMEOUT)
+        logger.error(
+            "nothing heard of the controller for %.0f s; this host's processes end", self._timeout_s
+        )
+        end_host(keep=self._keeps_host)
+
+
+def end_host(*, keep: bool) -> None:
+    """End all processes that this one's parent, the host, has started; and, unless `keep`, it.
+
+    Without their host, its processes get a signal from the system.
+    """
+    host = psutil.Process(os.getppid())
+    if not keep:
+        host.send_signal(signal.SIGTERM)
+        # One that is stopped would not hear it.
+        with contextlib.suppress(psutil.TimeoutExpired):
+            host.wait(timeout=2)
+            return
+        host.kill()
+    for process in host.children() if keep else ():
+        if process.pid != os.getpid():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    os._exit(1)
+
+
+def _address(interface: str | None) -> str | None:
+    """IPv4; of the host's name where no interface is given. None if there is none."""
+    if interface is not None:
+        found = psutil.net_if_addrs().get(interface, [])
+        return next((a.address for a in found if a.family == socket.AF_INET), None)
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None

@@ -1,0 +1,46 @@
+"""Which devices the processes of a run get, on the hosts that `launch` gives them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .section import Section
+
+Role = Literal["trainer", "reference", "generator"]
+ROLES: tuple[Role, ...] = ("trainer", "reference", "generator")
+"""The meshes of a run, in the order in which they are given devices."""
+
+
+class PlacementConfig(Section):
+    """By default trainer, reference and generator get GPUs in this order, each its own, one for
+    every process. A GPU is an index into those that a host has, or that CUDA_VISIBLE_DEVICES
+    leaves. Does nothing for what runs on the CPU."""
+
+    devices: dict[Role, list[Annotated[int, Field(ge=0)]]] = {}
+    """GPUs of a mesh on each of its hosts, one per process there; what is left out gets the next
+    free ones."""
+    colocate: list[Role] = []
+    """Meshes that share GPUs, such as [reference, trainer]."""
+
+    @model_validator(mode="after")
+    def lists_name_things_once(self) -> Self:
+        for role, devices in self.devices.items():
+            if not devices or len(set(devices)) < len(devices):
+                raise ValueError(f"devices.{role}: {devices} must name some GPUs, each once")
+        if len(self.colocate) == 1 or len(set(self.colocate)) < len(self.colocate):
+            raise ValueError(f"colocate: {self.colocate} must name two meshes or more, each once")
+        return self
+
+    @model_validator(mode="after")
+    def shared_devices_are_named_as_such(self) -> Self:
+        for one, other in itertools.combinations(self.devices, 2):
+            both = set(self.devices[one]) & set(self.devices[other])
+            if both and not {one, other} <= set(self.colocate):
+                raise ValueError(
+                    f"devices: {one} and {other} both have {sorted(both)}; give others, or write "
+                    f"colocate: [{one}, {other}] if they shall share them"
+                )
+        return self

@@ -1,0 +1,117 @@
+"""The guards of a run's hosts, seen from the controller: they are asked, and told that it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import HostMesh, ProcMesh
+
+from forge_trainer.actors.guard import HostGuard
+from forge_trainer.actors.trainer import RANKS
+from forge_trainer.config import LaunchConfig, Role
+from forge_trainer.errors import ConfigError
+from forge_trainer.status import HostFacts
+
+from .meshes import Place, running_mesh
+
+logger = logging.getLogger(__name__)
+
+BEATS_PER_TIMEOUT = 9
+
+
+class HostGuards:
+    """A guard on every host; `facts` by role, in the order of its hosts."""
+
+    def __init__(self, guards: Mapping[Role, Any], facts: Mapping[Role, list[HostFacts]]) -> None:
+        self._guards = guards
+        self.facts = facts
+
+    async def require_seen(self, key: str, path: str, *, writable: bool) -> None:
+        """Every host sees a path that the controller sees.
+
+        Raises:
+            ConfigError: names the hosts that do not.
+        """
+        blind = [
+            f"{role}/{number} ({self.facts[role][number].host})"
+            for role, guards in self._guards.items()
+            for number, sees in enumerate((await guards.sees.call(path, writable)).values())
+            if not sees
+        ]
+        if blind:
+            raise ConfigError(
+                f"{key}: {Path(path).parent} is not the same on {', '.join(blind)}: what is there "
+                "for the controller is not there; give a folder that all hosts share"
+            )
+
+    async def free_port(self, role: Role) -> int:
+        """A port that nobody has on the first host of the role, a moment ago."""
+        first = self._guards[role].slice(hosts=0, **{RANKS: 0})
+        return int(await first.free_port.call_one())
+
+    async def beat(self, every_s: float) -> None:
+        """Tell all hosts that the controller lives, for ever."""
+        while True:
+            for role, guards in self._guards.items():
+                try:
+                    await asyncio.wait_for(guards.beat.call(), every_s * BEATS_PER_TIMEOUT)
+                except Exception as error:
+                    # Whoever needs that host finds out for himself, and says what was lost.
+                    logger.warning("a host of the %s does not answer: %s", role, error)
+            await asyncio.sleep(every_s)
+
+
+@contextlib.asynccontextmanager
+async def guarded(
+    launch: LaunchConfig, hosts: Mapping[Role, HostMesh]
+) -> AsyncIterator[HostGuards]:
+    """Guards on all hosts.
+
+    Raises:
+        ConfigError: a host's name leads to itself alone, or it has no such interface.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        guards: dict[Role, Any] = {}
+        for role, mesh in hosts.items():
+            place = Place(mesh, role, {"CUDA_VISIBLE_DEVICES": ""}, launch.python)
+            processes: ProcMesh = await stack.enter_async_context(
+                running_mesh(f"{role}_guard", num_processes=1, cpu_threads=1, place=place)
+            )
+            guards[role] = processes.spawn(
+                "guard", HostGuard, launch.orphan_timeout_s, keeps_host=launch.kind == "hosts"
+            )
+        facts = {
+            role: list((await one.look.call(launch.interface)).values())
+            for role, one in guards.items()
+        }
+        for role, of_hosts in facts.items():
+            for number, host in enumerate(of_hosts):
+                _require_address(launch, f"{role}/{number}", host)
+        found = HostGuards(guards, facts)
+        beating = asyncio.create_task(found.beat(launch.orphan_timeout_s / BEATS_PER_TIMEOUT))
+        try:
+            yield found
+        finally:
+            beating.cancel()
+
+
+def _require_address(launch: LaunchConfig, name: str, host: HostFacts) -> None:
+    """Ranks on other machines connect to it."""
+    if host.address is None:
+        raise ConfigError(
+            f"launch.interface: host {name} ({host.host}) has no IPv4 address on "
+            f"{launch.interface or 'its name'}"
+        )
+    others = launch.kind != "processes" and sum(launch.num_hosts.values()) > 1
+    is_asked_for = launch.interface is not None
+    if others and not is_asked_for and ipaddress.ip_address(host.address).is_loopback:
+        raise ConfigError(
+            f"host {name} calls itself {host.host}, which is {host.address} there, where no other "
+            "machine reaches it; correct its /etc/hosts, or give launch.interface"
+        )
