@@ -33,16 +33,6 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
-    """What a host of a run says of itself."""
-
-    host: str
-    address: str | None
-    """IPv4 of its name, or of the interface that was asked for."""
-    cores: int
-
-
-@dataclass(frozen=True, slots=True)
 class RankFacts:
     """Static facts of one rank."""
 

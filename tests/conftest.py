@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from forge_trainer.config import TinyModelConfig  # noqa: E402  (after the hook)
 from forge_trainer.hf import create_tiny_model  # noqa: E402
 from forge_trainer.weights.shared_memory import folder  # noqa: E402
 from tests.processes import SHARED_MEMORY  # noqa: E402
+
+# A shell lets what it runs in the background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples take as long as they take: no clock decides. No database: suites share no files.
 hypothesis.settings.register_profile("suite", deadline=None, database=None)

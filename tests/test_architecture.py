@@ -60,9 +60,10 @@ def _sets_environment(node: ast.AST) -> bool:
     return False
 
 
-def test_only_meshes_sets_environment_variables() -> None:
+def test_environment_variables_are_set_in_two_places() -> None:
     setters = {_name(path) for path in SOURCES for node in _nodes(path) if _sets_environment(node)}
-    assert setters == {"forge_trainer/processes/meshes.py"}
+    processes = "forge_trainer/processes"
+    assert setters == {f"{processes}/meshes.py", f"{processes}/certificates.py"}
 
 
 def test_only_handles_call_endpoints() -> None:

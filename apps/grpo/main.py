@@ -47,6 +47,7 @@ def start(config: GrpoConfig) -> None:
     )
     from forge_trainer.data.prompts import make_task
     from forge_trainer.hf import model_directory
+    from forge_trainer.processes.certificates import use_certificates
     from forge_trainer.run.run_folder import (
         CONFIG_FILE,
         MODEL_FOLDER,
@@ -54,6 +55,8 @@ def start(config: GrpoConfig) -> None:
         refuse_places_of_the_run,
     )
 
+    # Before anything imports Monarch.
+    use_certificates(config.launch.tls)
     check_algorithm(config.algorithm)
     check_checkpoint_folder(config.trainer)
     check_port(config.trainer)

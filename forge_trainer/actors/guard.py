@@ -1,4 +1,7 @@
-"""HostGuard: one small process per host of a run, that knows its host and outlives nobody."""
+"""HostGuard: one small process per host of a run, that knows its host and outlives nobody.
+
+Imports no torch: it is to be there within a second.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,30 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 
 import psutil
 from monarch.actor import Actor, concurrent_endpoint
 
-from forge_trainer.status import HostFacts
-
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_TIMEOUT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host of a run says of itself."""
+
+    host: str
+    address: str | None
+    """IPv4 of its name, or of the interface that was asked for."""
+    cores: int
+
+
+def become_guard() -> None:
+    """Runs in a new process before the actor is made in it."""
+    # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
+    os.setpgid(0, 0)
 
 
 class HostGuard(Actor):

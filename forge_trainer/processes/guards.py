@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -12,13 +13,12 @@ from typing import Any
 
 from monarch.actor import HostMesh, ProcMesh
 
-from forge_trainer.actors.guard import HostGuard
+from forge_trainer.actors.guard import HostFacts, HostGuard, become_guard
 from forge_trainer.actors.trainer import RANKS
 from forge_trainer.config import LaunchConfig, Role
 from forge_trainer.errors import ConfigError
-from forge_trainer.status import HostFacts
 
-from .meshes import Place, running_mesh
+from .meshes import Place, closing, start_command
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,13 @@ async def guarded(
         guards: dict[Role, Any] = {}
         for role, mesh in hosts.items():
             place = Place(mesh, role, {"CUDA_VISIBLE_DEVICES": ""}, launch.python)
-            processes: ProcMesh = await stack.enter_async_context(
-                running_mesh(f"{role}_guard", num_processes=1, cpu_threads=1, place=place)
+            processes: ProcMesh = mesh.spawn_procs(
+                per_host={RANKS: 1},
+                bootstrap=become_guard,
+                bootstrap_command=functools.partial(start_command, place),
+                name=f"{role}_guard",
             )
+            stack.push_async_callback(closing, f"{role} guards", processes.stop)
             guards[role] = processes.spawn(
                 "guard", HostGuard, launch.orphan_timeout_s, keeps_host=launch.kind == "hosts"
             )

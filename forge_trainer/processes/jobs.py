@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -19,7 +20,11 @@ from monarch.job import JobTrait, ProcessJob, SlurmJob
 from forge_trainer.config import LaunchConfig, Role
 from forge_trainer.errors import ConfigError, ForgeTrainerError
 
-from .meshes import closing, use_certificates
+from .certificates import use_certificates
+from .meshes import closing
+
+# Monarch's jobs write what they do to the console, past the log that was asked for.
+logging.getLogger("monarch._src.job.job").setLevel(logging.WARNING)
 
 HostMeshes = dict[Role, HostMesh]
 Starter = Callable[[LaunchConfig, Path | None, contextlib.AsyncExitStack], HostMeshes]
@@ -135,13 +140,16 @@ def _waiting_workers(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
     """Workers that somebody else has started; they stay when the run ends."""
-    if launch.tls is not None:
-        use_certificates(launch.tls)
+    use_certificates(launch.tls)
     listen_at(launch, scheme="tcp" if launch.tls is None else "tls")
-    return {
+    meshes = {
         role: attach_to_workers(ca="trust_all_connections", workers=places, name=role)
         for role, places in launch.addresses.items()
     }
+    for mesh in meshes.values():
+        # Ends what runs on them.
+        stack.push_async_callback(closing, "hosts", mesh.stop)
+    return meshes
 
 
 def _meshes_of(job: JobTrait, launch: LaunchConfig, stack: contextlib.AsyncExitStack) -> HostMeshes:

@@ -22,7 +22,6 @@ from monarch.actor import HostMesh, ProcMesh, current_rank, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from forge_trainer.actors.trainer import RANKS
-from forge_trainer.config import TlsConfig
 
 from . import torchstore_patch
 from .rank_logs import RankLogs, set_up_logging
@@ -80,12 +79,12 @@ def spawn_mesh(
     return (place.hosts or this_host()).spawn_procs(
         per_host={RANKS: num_processes},
         bootstrap=functools.partial(_bootstrap, name, cpu_threads, logs),
-        bootstrap_command=functools.partial(_command, place),
+        bootstrap_command=functools.partial(start_command, place),
         name=name,
     )
 
 
-def _command(place: Place, point: Any) -> BootstrapCommand:
+def start_command(place: Place, point: Any) -> BootstrapCommand:
     """What starts the process at this point of a mesh."""
     command = default_bootstrap_cmd()
     host = f"{place.name}/{point['hosts']}" if "hosts" in point else place.name
@@ -116,16 +115,6 @@ def _bootstrap(mesh: str, cpu_threads: int, logs: RankLogs | None) -> None:
     torch.set_num_threads(cpu_threads)
     # Imported before actors are: two actors unpickled at once would import it half each.
     _prepare_torchstore()
-
-
-def use_certificates(tls: TlsConfig) -> None:
-    """Let this process, and those that it starts, speak to holders of certificates alone.
-
-    Before Monarch's first connection.
-    """
-    os.environ["HYPERACTOR_TLS_CA"] = tls.ca
-    os.environ["HYPERACTOR_TLS_CERT"] = tls.certificate
-    os.environ["HYPERACTOR_TLS_KEY"] = tls.key
 
 
 def _prepare_torchstore() -> None:

@@ -92,7 +92,7 @@ class RunStore:
     async def _start_torchstore(self) -> StoreAddress:
         name = f"{STORE_NAME}_{secrets.token_hex(4)}"
         mesh = await self._stack.enter_async_context(
-            running_mesh("store", num_processes=1, cpu_threads=1, place=_XX(self._place))
+            running_mesh("store", num_processes=1, cpu_threads=1, place=self._place)
         )
         await start_store(mesh, name)
         self._stack.push_async_callback(closing, "store", lambda: stop_store(name))
@@ -115,8 +115,3 @@ class RunStore:
         self._stack.callback(store.close)
         logger.info("weights travel through %s (%s)", address.transport, address.location)
         return store
-
-
-def _XX(place):
-    import dataclasses
-    return place if place.hosts is None else dataclasses.replace(place, hosts=place.hosts.slice(hosts=slice(0,1)))

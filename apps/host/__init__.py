@@ -1,0 +1,1 @@
+"""A machine that waits for a run to use it."""
