@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -75,10 +76,21 @@ def _prepare_torchstore() -> None:
 
 
 async def start_store(mesh: ProcMesh, name: str) -> None:
-    """Make the mesh's only process the volume of a torchstore called `name`."""
+    """Make the mesh's processes, one per host, the volumes of a torchstore called `name`.
+
+    Raises:
+        ActorError: two of them are on one host.
+    """
+    import cloudpickle
     import torchstore
 
-    await torchstore.initialize(mesh=mesh, store_name=name)
+    from forge_trainer.weights.torchstore import hosts
+
+    # Clients of the store need not have this package.
+    cloudpickle.register_pickle_by_value(hosts)
+    await torchstore.initialize(
+        math.prod(mesh.sizes.values()), strategy=hosts.VolumePerHost(), store_name=name, mesh=mesh
+    )
 
 
 async def stop_store(name: str) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
+
+from monarch.actor import ProcMesh
 
 from forge_trainer.config import WeightsConfig
 from forge_trainer.errors import ConfigError, WeightsError
@@ -26,6 +28,14 @@ IN_MEMORY = StoreAddress("memory", "")
 """For a trainer that publishes nothing."""
 
 
+StartVolumes = Callable[[], contextlib.AbstractAsyncContextManager[ProcMesh]]
+
+
+def _one_volume() -> contextlib.AbstractAsyncContextManager[ProcMesh]:
+    """On this host."""
+    return running_mesh("store", num_processes=1, cpu_threads=1)
+
+
 class StoreMember(Protocol):
     """Processes that publish or pull."""
 
@@ -39,14 +49,23 @@ class StoreMember(Protocol):
 class RunStore:
     """Opens the run's store in all processes that publish or pull."""
 
-    def __init__(self, config: WeightsConfig, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self,
+        config: WeightsConfig,
+        stack: contextlib.AsyncExitStack,
+        start_volumes: StartVolumes = _one_volume,
+    ) -> None:
         """Whatever is started is closed with `stack`.
+
+        Args:
+            start_volumes: runs processes for torchstore's volumes, one per trainer host.
 
         Raises:
             ConfigError: shared memory is asked for and cannot be had.
         """
         self._config = config
         self._stack = stack
+        self._start_volumes = start_volumes
         self._members: Sequence[StoreMember] = ()
         self._folder: Path | None = None
         self.address = IN_MEMORY
@@ -84,9 +103,7 @@ class RunStore:
 
     async def _start_torchstore(self) -> StoreAddress:
         name = f"{STORE_NAME}_{secrets.token_hex(4)}"
-        mesh = await self._stack.enter_async_context(
-            running_mesh("store", num_processes=1, cpu_threads=1)
-        )
+        mesh = await self._stack.enter_async_context(self._start_volumes())
         await start_store(mesh, name)
         self._stack.push_async_callback(closing, "store", lambda: stop_store(name))
         return StoreAddress("torchstore", name)
