@@ -162,7 +162,7 @@ class StagedPieces:
     layout: Layout
     sources: list[Tensor]
     """What to publish; empty once it is copied."""
-    copies: list[Tensor]
+    copies: Sequence[Tensor]
     """Where it is copied to: on the CPU, in the published dtype."""
     location: str
     ready: torch.cuda.Event | None = None

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -130,10 +131,21 @@ def points_of(mesh: ProcMesh) -> list[dict[str, int]]:
 
 
 async def start_store(mesh: ProcMesh, name: str) -> None:
-    """Make the mesh's only process the volume of a torchstore called `name`."""
+    """Make the mesh's processes, one per host, the volumes of a torchstore called `name`.
+
+    Raises:
+        ActorError: two of them are on one host.
+    """
+    import cloudpickle
     import torchstore
 
-    await torchstore.initialize(mesh=mesh, store_name=name)
+    from forge_trainer.weights.torchstore import hosts
+
+    # Clients of the store need not have this package.
+    cloudpickle.register_pickle_by_value(hosts)
+    await torchstore.initialize(
+        math.prod(mesh.sizes.values()), strategy=hosts.VolumePerHost(), store_name=name, mesh=mesh
+    )
 
 
 async def stop_store(name: str) -> None:

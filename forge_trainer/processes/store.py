@@ -45,7 +45,8 @@ class RunStore:
         stack: contextlib.AsyncExitStack,
         place: Place = THIS_MACHINE,
     ) -> None:
-        """Whatever is started is closed with `stack`. `place` is where the trainer is.
+        """Whatever is started is closed with `stack`. `place` is where the trainer is: each of its
+        hosts gets a volume of torchstore.
 
         Raises:
             ConfigError: shared memory is asked for and cannot be had.

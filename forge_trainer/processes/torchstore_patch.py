@@ -2,7 +2,7 @@
 
 Monarch 0.2 and later refuse an actor that mixes async and sync endpoints, and torchstore 0.1.2's
 Controller does. The sync ones are wrapped. Upstream mended this in pytorch/torchstore#74; the file
-may go when a release with it is pinned. On such a torchstore nothing is changed.
+may go when a release with it is pinned. On such a torchstore nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from typing import Any
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import endpoint
 
+from .torchstore_batches import add_endpoints
+
 
 def apply() -> int:
-    """Wrap the sync endpoints of torchstore's Controller; the number that were wrapped."""
-    controller = _import_quietly()
+    """Wrap the sync endpoints of torchstore's Controller, and add our own to its actors.
+
+    Returns:
+        The number that were wrapped.
+    """
+    controller, volume = _import_quietly()
     sync = {
         name: value._method
         for name in dir(controller)
@@ -28,6 +34,7 @@ def apply() -> int:
     }
     for name, method in sync.items():
         setattr(controller, name, endpoint(_as_async(method)))
+    add_endpoints(volume, controller)
     return len(sync)
 
 
@@ -39,12 +46,13 @@ def _as_async(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _import_quietly() -> Any:
-    """torchstore's Controller, without what importing torchstore does to the root logger."""
+def _import_quietly() -> tuple[type, type]:
+    """torchstore's actors, without what importing torchstore does to the root logger."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     from torchstore.controller import Controller
+    from torchstore.storage_volume import StorageVolume
 
     root.handlers[:] = handlers
     root.setLevel(level)
-    return Controller
+    return Controller, StorageVolume

@@ -1,9 +1,12 @@
 """The names under which a version is stored. No key is ever written twice.
 
-torchstore matches prefixes by whole dot-separated parts, so the version comes before the name:
-    weights.e0v12.r1.model.norm.weight      piece of rank 1
-    manifests.e0v12                         written last
-    leases.e0v12.5f0c3a.17                  reader 5f0c3a was there when it wrote its 17th beat
+In torchstore:
+    weights/e0v12/model.norm.weight      a whole tensor, for any client
+    weights/e0v12/MAPPING                so that `get_state_dict("weights/e0v12")` finds them all
+    manifests.e0v12                      written last
+    leases.e0v12.5f0c3a.17               reader 5f0c3a was there when it wrote its 17th beat
+torchstore matches prefixes by whole dot-separated parts, so there the version comes before the
+name. The pieces of a rank lie at weights.e0v12.r1.5f0c3a.
 """
 
 from __future__ import annotations
@@ -22,6 +25,16 @@ LEASES = "leases"
 def pieces_prefix(version: WeightsVersion, rank: int | None = None) -> str:
     """Of all pieces of the version, or of those of a rank."""
     return f"{WEIGHTS}.{version}" + ("" if rank is None else f".r{rank}")
+
+
+def tensor_key(version: WeightsVersion, name: str) -> str:
+    """Of a whole tensor by its Hugging Face name, as docs/trainer.md tells users of torchstore."""
+    return f"{WEIGHTS}/{version}/{name}"
+
+
+def mapping_key(version: WeightsVersion) -> str:
+    """Of the names of all tensors, which torchstore's `get_state_dict` asks for."""
+    return tensor_key(version, "MAPPING")
 
 
 def manifest_key(version: WeightsVersion) -> str:

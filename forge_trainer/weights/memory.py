@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class MemoryWeightStore:
     def __init__(self, verify: Verify = "full") -> None:
         self._copier = PieceCopier(verify)
         self._plans = Plans()
-        self._pieces: dict[str, list[Tensor]] = {}
+        self._pieces: dict[str, Sequence[Tensor]] = {}
         self._manifests: dict[WeightsVersion, Manifest] = {}
         self._hidden: dict[WeightsVersion, Manifest] = {}
         self._readers: Counter[WeightsVersion] = Counter()
@@ -118,7 +118,7 @@ class MemoryWeightStore:
 class _Pieces:
     """Keeps `PieceSource`."""
 
-    def __init__(self, pieces: dict[str, list[Tensor]], manifest: Manifest) -> None:
+    def __init__(self, pieces: Mapping[str, Sequence[Tensor]], manifest: Manifest) -> None:
         self._pieces = pieces
         self._manifest = manifest
 

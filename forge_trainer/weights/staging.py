@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import cmath
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.pieces.manifests import piece_checksum
-from forge_trainer.pieces import Layout, PieceRecord, StagedPieces, Verify, WeightPiece
+from forge_trainer.pieces import (
+    Layout,
+    PieceAddress,
+    PieceRecord,
+    StagedPieces,
+    Verify,
+    WeightPiece,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Pieces that are copied and checked in one go, while they are in the processor's cache."""
+    """Pieces of one dtype that are copied, checked and perhaps sent in one go."""
 
     indices: tuple[int, ...]
     numbers: Tensor
@@ -139,35 +148,90 @@ def _require_finite(staged: StagedPieces, indices: Sequence[int]) -> None:
             raise WeightsError(f"weights {staged.version}: {name} is not finite; not published")
 
 
+def in_blocks(
+    records: Sequence[PieceRecord], num_bytes: int, parts: Sequence[int] | None = None
+) -> Iterator[tuple[torch.dtype, list[int]]]:
+    """Indices of pieces of one dtype, and one part, that hold at most `num_bytes`; larger alone.
+
+    Args:
+        num_bytes: of a block.
+        parts: what every piece is a part of; all of one if left out.
+    """
+    by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
+    for index, record in enumerate(records):
+        part = 0 if parts is None else parts[index]
+        by_kind.setdefault((part, record.torch_dtype), []).append(index)
+    for (_, dtype), indices in by_kind.items():
+        block: list[int] = []
+        held = 0
+        for index in indices:
+            if block and held + records[index].num_bytes > num_bytes:
+                yield dtype, block
+                block, held = [], 0
+            block.append(index)
+            held += records[index].num_bytes
+        yield dtype, block
+
+
+class PackedPieces(Sequence[Tensor]):
+    """Host memory for pieces, in the order of their records, side by side in blocks."""
+
+    def __init__(
+        self, records: Sequence[PieceRecord], num_bytes: int, parts: Sequence[int] | None = None
+    ) -> None:
+        """See `in_blocks`."""
+        pieces: dict[int, Tensor] = {}
+        self.blocks: list[Block] = []
+        for dtype, indices in in_blocks(records, num_bytes, parts):
+            shapes = [records[index].shape for index in indices]
+            sizes = [math.prod(shape) for shape in shapes]
+            numbers = torch.empty(sum(sizes), dtype=dtype)
+            self.blocks.append(Block(tuple(indices), numbers))
+            for index, shape, part in zip(
+                indices, shapes, torch.split(numbers, sizes), strict=True
+            ):
+                pieces[index] = part.view(shape)
+        self._pieces = [pieces[index] for index in range(len(pieces))]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._pieces[index]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
 class HostBuffers:
     """Memory for copies that a transport sends on, kept for the next version."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self.layout: Layout | None = None
         """Of what they hold."""
-        self._buffers: list[Tensor] = []
+        self._buffers = PackedPieces([], block_bytes)
 
-    def take(self, layout: Layout) -> list[Tensor]:
+    def take(self, layout: Layout) -> PackedPieces:
         """One tensor per piece; what they held before is lost."""
         if layout is not self.layout:
             self.layout = layout
-            self._buffers = [torch.empty(r.shape, dtype=r.torch_dtype) for r in layout.records]
+            self._buffers = PackedPieces(layout.records, self._block_bytes)
         return self._buffers
 
 
 class SpareBuffers:
     """Memory that one reader at a time takes and gives back, kept for the next version."""
 
-    def __init__(self) -> None:
-        self._spare: tuple[tuple[PieceRecord, ...], list[Tensor]] | None = None
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._spare: tuple[Any, PackedPieces] | None = None
 
-    def take(self, records: tuple[PieceRecord, ...]) -> list[Tensor]:
-        """One tensor per record, which nobody else has."""
-        if self._spare is not None and self._spare[0] == records:
+    def take(self, pieces: Sequence[PieceAddress]) -> PackedPieces:
+        """One tensor per piece, which nobody else has; a block is of one part."""
+        if self._spare is not None and self._spare[0] == pieces:
             buffers, self._spare = self._spare[1], None
             return buffers
-        return [torch.empty(record.shape, dtype=record.torch_dtype) for record in records]
+        parts = [piece.part for piece in pieces]
+        return PackedPieces([piece.record for piece in pieces], self._block_bytes, parts)
 
-    def give_back(self, records: tuple[PieceRecord, ...], buffers: Sequence[Tensor]) -> None:
+    def give_back(self, pieces: Sequence[PieceAddress], buffers: PackedPieces) -> None:
         """Keep them instead of those kept so far."""
-        self._spare = records, list(buffers)
+        self._spare = pieces, buffers

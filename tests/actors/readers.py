@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Sequence
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from forge_trainer.config import WeightsConfig
 from forge_trainer.errors import WeightsError
-from forge_trainer.pieces import StoreAddress, WeightsVersion
+from forge_trainer.pieces import RankPieces, StoreAddress, WeightPiece, WeightsVersion
 from forge_trainer.weights.stores import open_store
 
 SHAPES = {f"t{i}": (16, 8 + i) for i in range(4)}
@@ -75,3 +76,16 @@ class Reader(Actor):
         self._holding = asyncio.create_task(read())
         await held.wait()
         return os.getpid()
+
+
+class Writer(Actor):
+    """A rank that publishes what it is given."""
+
+    def __init__(self, address: StoreAddress, weights: WeightsConfig) -> None:
+        self._store = open_store(address, weights)
+
+    @endpoint
+    async def write(
+        self, version: WeightsVersion, rank: int, pieces: Sequence[WeightPiece]
+    ) -> RankPieces:
+        return await self._store.write(self._store.stage(version, rank, pieces))

@@ -24,6 +24,7 @@ from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 from forge_trainer.weights.staging import PieceCopier
 from forge_trainer.weights.stores import open_store
 from forge_trainer.weights.torchstore.store import TorchStoreWeightStore
+from forge_trainer.weights.torchstore.volumes import Volumes
 from tests.weights import V0, V1, V2, model, pieces_of, publish, read_all
 
 RANKS = 2
@@ -49,7 +50,8 @@ class Subject:
             in_use = {path.name for path in files if path.read_bytes()[8:16] != bytes(8)}
             return in_use | {path.name for path in Path(self.address.location, "leases").iterdir()}
         client = await cast(TorchStoreWeightStore, store).client()
-        return set(await client.keys("weights")) | set(await client.keys("leases"))
+        keys = {key for key in await client.keys() if not key.startswith("manifests.")}
+        return keys | set(await Volumes(client).locations())
 
     async def flip_byte(self, store: WeightStore, manifest: Manifest, name: str) -> None:
         """Damage the first piece of a tensor where it lies."""
@@ -63,10 +65,12 @@ class Subject:
                 (view,) = await reading._source.fetch([piece])
                 view.view(torch.uint8).view(-1)[5] ^= 1
         else:
-            client = await cast(TorchStoreWeightStore, store).client()
-            data = (await client.get(f"{location}.{name}")).clone()
-            data.view(torch.uint8).view(-1)[5] ^= 1
-            await client.put(f"{location}.{name}", data)
+            volumes = Volumes(await cast(TorchStoreWeightStore, store).client())
+            like = torch.empty(piece.record.shape, dtype=piece.record.torch_dtype).view(-1)
+            data = await volumes.read(location, [piece.index], like)
+            data.view(torch.uint8)[5] ^= 1
+            shapes = {piece.index: piece.record.shape}
+            await volumes.write(location.rpartition("@")[0], data, shapes)
 
 
 @contextlib.asynccontextmanager

@@ -16,13 +16,20 @@ from forge_trainer.functional.pieces.manifests import (
     num_bytes_of,
     piece_checksum,
     require_checksums,
-    require_layout,
     tensors_of,
     ties_of,
 )
 from forge_trainer.functional.pieces.rectangles import any_overlap, overlap
 from forge_trainer.pieces import Layout, Manifest, PieceRecord, RankPieces, Verify, WeightsVersion
-from forge_trainer.weights.keys import lease_key, manifest_key, pieces_prefix, version_of
+from forge_trainer.weights.keys import (
+    lease_key,
+    manifest_key,
+    mapping_key,
+    pieces_prefix,
+    tensor_key,
+    version_of,
+)
+from forge_trainer.weights.staging import PackedPieces
 
 VERSION = WeightsVersion(0, 3)
 FULL = torch.arange(12.0).reshape(4, 3)
@@ -54,9 +61,12 @@ def test_versions_are_ordered_by_epoch_first() -> None:
 def test_every_key_names_its_version() -> None:
     version = WeightsVersion(2, 17)
     assert pieces_prefix(version, 1) == "weights.e2v17.r1"
+    # Users of torchstore know these two.
+    assert tensor_key(version, "lm_head.weight") == "weights/e2v17/lm_head.weight"
+    assert mapping_key(version) == "weights/e2v17/MAPPING"
     for key in (
         manifest_key(version),
-        pieces_prefix(version) + ".r0.model.norm.weight",
+        pieces_prefix(version, 0) + ".5f0c3a@trainer/0",
         lease_key(version, "5f0c", 3),
         str(version),
     ):
@@ -126,15 +136,11 @@ def test_overlaps_are_found_among_slices_and_among_tiles() -> None:
 def test_a_flipped_byte_is_caught_with_version_and_tensor() -> None:
     manifest = _manifest(_part((0, 4)))
     (piece,) = tensors_of(manifest)["w"].pieces
-    require_layout(manifest, piece, FULL)
     require_checksums(manifest, [piece], [FULL])
     damaged = FULL.clone()
     damaged.view(torch.uint8)[1, 5] ^= 1
     with pytest.raises(WeightsError, match="e0v3: checksum of w at"):
         require_checksums(manifest, [piece], [damaged])
-    for other in (FULL[:2], FULL.bfloat16()):
-        with pytest.raises(WeightsError, match="piece of w .* the manifest says"):
-            require_layout(manifest, piece, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -197,3 +203,21 @@ def test_a_flipped_byte_is_caught_as_often_as_is_asked_for(verify: Verify, catch
         except WeightsError:
             caught += 1
     assert caught == catches
+
+
+def test_small_pieces_of_one_dtype_and_part_lie_side_by_side() -> None:
+    def record(name: str, rows: int, dtype: str = "float32") -> PieceRecord:
+        return PieceRecord(name, dtype, (rows, 2), (0, 0), (rows, 2))
+
+    records = [record("a", 1), record("b", 2, "int64"), record("c", 3), record("d", 9)]
+    records += [PieceRecord("e", "float32", (), (), ()), record("f", 1)]
+    packed = PackedPieces(records, num_bytes=40, parts=[0, 0, 0, 0, 0, 1])
+    # 8 + 24 bytes, 72 that are too many and go alone, 4, the other dtype, the other part.
+    blocks = [block.indices for block in packed.blocks]
+    assert blocks == [(0, 2), (3,), (4,), (1,), (5,)]
+    for index, piece in enumerate(packed):
+        piece.fill_(index)
+    assert packed.blocks[0].numbers.tolist() == [0.0] * 2 + [2.0] * 6
+    assert [(tuple(p.shape), p.dtype) for p in packed] == [
+        (r.shape, r.torch_dtype) for r in records
+    ]

@@ -126,21 +126,6 @@ def _require_tiling(name: str, records: Sequence[PieceRecord]) -> None:
         raise WeightsError(f"pieces of {name} hold {held} of {wanted} elements")
 
 
-def require_layout(manifest: Manifest, address: PieceAddress, data: Tensor) -> None:
-    """A piece that came from elsewhere must have the shape and dtype of its record.
-
-    Raises:
-        WeightsError: it does not.
-    """
-    record = address.record
-    if data.shape != record.shape or data.dtype != record.torch_dtype:
-        found = (tuple(data.shape), dtype_name(data.dtype))
-        raise WeightsError(
-            f"weights {manifest.version}: piece of {record.name} at {record.offsets} is {found}, "
-            f"the manifest says {(record.shape, record.dtype)}"
-        )
-
-
 def require_checksums(
     manifest: Manifest, pieces: Sequence[PieceAddress], tensors: Sequence[Tensor]
 ) -> None:

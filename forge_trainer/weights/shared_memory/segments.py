@@ -12,7 +12,6 @@ import functools
 import mmap
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.pieces import Layout, PieceRecord
-from forge_trainer.weights.staging import Block
+from forge_trainer.weights.staging import Block, in_blocks
 
 _HEADER = struct.Struct("<QQ")
 """Generation; 1 while a version uses the segment."""
@@ -38,24 +37,6 @@ def packed_bytes(layout: Layout) -> int:
 
 def _padded(record: PieceRecord) -> int:
     return -(-record.num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _in_blocks(layout: Layout) -> Iterator[tuple[torch.dtype, list[int]]]:
-    """Indices of pieces that follow each other, of one dtype and about BLOCK_BYTES."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, record in enumerate(layout.records):
-        by_dtype.setdefault(record.torch_dtype, []).append(index)
-    for dtype, indices in by_dtype.items():
-        block: list[int] = []
-        num_bytes = 0
-        for index in indices:
-            block.append(index)
-            num_bytes += _padded(layout.records[index])
-            if num_bytes >= BLOCK_BYTES:
-                yield dtype, block
-                block, num_bytes = [], 0
-        if block:
-            yield dtype, block
 
 
 class Segment:
@@ -158,7 +139,7 @@ class Segment:
         views: dict[int, Tensor] = {}
         blocks: list[Block] = []
         end = DATA_START
-        for dtype, indices in _in_blocks(layout):
+        for dtype, indices in in_blocks(layout.records, BLOCK_BYTES):
             start = end
             for index in indices:
                 record = layout.records[index]

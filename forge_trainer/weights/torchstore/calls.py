@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from forge_trainer.errors import WeightsError
 
-MAX_CONCURRENT_CALLS = 32
-"""Each put or get is a call of its own; beyond a few in flight nothing gets faster."""
+MAX_CONCURRENT_CALLS = 4
+"""One side packs while the other unpacks; more in flight would only hold more copies."""
 
 T = TypeVar("T")
 

@@ -1,84 +1,64 @@
-"""The pieces of a version that is held, fetched from torchstore by key."""
+"""The pieces of a version that is held, fetched from torchstore's volumes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
-from forge_trainer.functional.pieces.manifests import require_layout
-from forge_trainer.pieces import (
-    Manifest,
-    PieceAddress,
-    PieceRecord,
-)
-from forge_trainer.weights.staging import SpareBuffers
+from forge_trainer.errors import WeightsError
+from forge_trainer.pieces import Manifest, PieceAddress, dtype_name
+from forge_trainer.weights.staging import Block, PackedPieces, SpareBuffers
 
 from .calls import bounded_gather
+from .volumes import Volumes
 
 
-class KeySource:
+class VolumeSource:
     """Keeps `PieceSource`."""
 
     def __init__(
         self,
-        client: Any,
+        volumes: Volumes,
         manifest: Manifest,
         buffers: SpareBuffers,
         failures: Callable[[str], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._client = client
+        self._volumes = volumes
         self._manifest = manifest
         self._buffers = buffers
         self._failures = failures
 
-    async def fetch(self, pieces: Sequence[PieceAddress]) -> list[Tensor]:
-        from torchstore.transport import Request
-
-        any_tensor = Request.from_any(None)
-        one_of_each = {piece.part: piece for piece in pieces}
-        found = await bounded_gather(self._volume_of, list(one_of_each.values()))
-        volumes = dict(zip(one_of_each, found, strict=True))
-
-        async def get(item: tuple[PieceAddress, Tensor]) -> Tensor:
-            piece, buffer = item
-            key = self._key(piece)
-            with self._failures(self._what(piece)):
-                data: Tensor = await volumes[piece.part].get_from_storage_volume(key, any_tensor)
-            require_layout(self._manifest, piece, data)
-            return buffer.copy_(data)
+    async def fetch(self, pieces: Sequence[PieceAddress]) -> PackedPieces:
+        async def get(block: Block) -> None:
+            wanted = [pieces[index] for index in block.indices]
+            place = self._manifest.parts[wanted[0].part].location
+            with self._failures(self._what(wanted)):
+                numbers = await self._volumes.read(
+                    place, [piece.index for piece in wanted], block.numbers
+                )
+            if (numbers.shape, numbers.dtype) != (block.numbers.shape, block.numbers.dtype):
+                raise WeightsError(
+                    f"{self._what(wanted)}: {numbers.numel()} {dtype_name(numbers.dtype)} came, "
+                    f"the manifest says {block.numbers.numel()} {dtype_name(block.numbers.dtype)}"
+                )
+            block.numbers.copy_(numbers)
 
         # What arrives is in fresh memory, and holding all of that would take longer than a copy.
-        buffers = self._buffers.take(_records(pieces))
-        return await bounded_gather(get, list(zip(pieces, buffers, strict=True)))
+        buffers = self._buffers.take(pieces)
+        await bounded_gather(get, buffers.blocks)
+        return buffers
 
-    async def _volume_of(self, piece: PieceAddress) -> Any:
-        """Where a piece lies, and so all that its rank wrote.
-
-        The client's own `get` asks for that twice per key, which is two of its three calls.
-        """
-        from torchstore.transport import Pipe
-
-        with self._failures(self._what(piece)):
-            (volume, *_) = await self._client._locate_volumes(self._key(piece))
-        return Pipe(self._client.strategy.get_storage_volume(volume))
-
-    def _key(self, piece: PieceAddress) -> str:
-        return f"{self._manifest.parts[piece.part].location}.{piece.record.name}"
-
-    def _what(self, piece: PieceAddress) -> str:
-        record = piece.record
-        version = self._manifest.version
-        return f"weights {version}: cannot read the piece of {record.name} at {record.offsets}"
+    def _what(self, pieces: Sequence[PieceAddress]) -> str:
+        record = pieces[0].record
+        more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+        what = f"the piece of {record.name} at {record.offsets}{more}"
+        return f"weights {self._manifest.version}: cannot read {what}"
 
     def release(self, pieces: Sequence[PieceAddress], fetched: Sequence[Tensor]) -> None:
-        self._buffers.give_back(_records(pieces), fetched)
+        self._buffers.give_back(pieces, cast(PackedPieces, fetched))
 
     def require_unchanged(self) -> None:
         """What arrived is this process's own."""
-
-
-def _records(pieces: Sequence[PieceAddress]) -> tuple[PieceRecord, ...]:
-    return tuple(piece.record for piece in pieces)

@@ -1,21 +1,21 @@
-"""Weights in torchstore: works across hosts, any tensor can be fetched by name.
+"""Weights in torchstore: works across hosts, any of its clients gets a tensor by name.
 
-Pieces are plain tensors under keys of their own version. DTensors are not put as such:
-torchstore 0.1.2 cannot read back empty shards, cannot delete half-written ones, and stores a
-replicated tensor once per rank. The manifest knows the offsets instead. Where torchstore finds
-RDMA, its puts and gets go that way by themselves.
+Ranks write pieces to the volume of their own host, many at a time. When all have written, the
+version is published: every tensor appears under its key, whole, as if it had been put as a DTensor
+by these ranks, and the manifest last. DTensors are not put as such: torchstore 0.1.2 cannot read
+back empty shards, cannot delete half-written ones, and stores a replicated tensor once per rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from torch import Tensor
-
+from forge_trainer.functional.pieces.manifests import tensors_of
 from forge_trainer.pieces import (
     Layout,
     Manifest,
@@ -27,19 +27,32 @@ from forge_trainer.pieces import (
 )
 from forge_trainer.weights.keys import (
     MANIFESTS,
-    WEIGHTS,
     manifest_key,
+    mapping_key,
     missing,
     pieces_prefix,
     published_already,
+    tensor_key,
     version_of,
 )
 from forge_trainer.weights.reading import Plans, VersionReading
-from forge_trainer.weights.staging import HostBuffers, PieceCopier, SpareBuffers, sources_of
+from forge_trainer.weights.staging import (
+    Block,
+    HostBuffers,
+    PackedPieces,
+    PieceCopier,
+    SpareBuffers,
+    sources_of,
+)
 
 from .calls import bounded_gather, store_failures
 from .leases import LeaseWatch, lease
-from .source import KeySource
+from .source import VolumeSource
+from .volumes import Volumes, place_of
+
+BLOCK_BYTES = 4 * 2**20
+"""What is sent in one call, but for larger pieces: enough for a call not to matter, and little
+enough for one side to unpack while the other packs."""
 
 
 class TorchStoreWeightStore:
@@ -54,8 +67,8 @@ class TorchStoreWeightStore:
         self._lease_timeout_s = lease_timeout_s
         self._watch = LeaseWatch(lease_timeout_s)
         self._copier = PieceCopier(verify)
-        self._buffers = HostBuffers()
-        self._spare = SpareBuffers()
+        self._buffers = HostBuffers(BLOCK_BYTES)
+        self._spare = SpareBuffers(BLOCK_BYTES)
         self._plans = Plans()
 
     async def client(self) -> Any:
@@ -65,6 +78,9 @@ class TorchStoreWeightStore:
 
         with self._failures("cannot be reached"):
             return await torchstore.client(self._store_name)
+
+    async def _volumes(self) -> Volumes:
+        return Volumes(await self.client())
 
     def _failures(self, what: str) -> contextlib.AbstractContextManager[None]:
         return store_failures(self._store_name, what)
@@ -87,23 +103,28 @@ class TorchStoreWeightStore:
         location = f"{pieces_prefix(version, rank)}.{secrets.token_hex(4)}"
         staged = StagedPieces(version, layout, sources, copies, location, ready)
         if not in_place:
-            self._copier.copy(staged)
+            self._copier.copy(staged, copies.blocks)
         return staged
 
     async def write(self, staged: StagedPieces) -> RankPieces:
-        await asyncio.to_thread(self._copier.complete, staged)
-        client = await self.client()
+        copies = staged.copies
+        assert isinstance(copies, PackedPieces), "staged by another store"
+        await asyncio.to_thread(self._copier.complete, staged, copies.blocks)
+        volumes = await self._volumes()
 
-        async def put(item: tuple[str, Tensor]) -> None:
-            await client.put(f"{staged.location}.{item[0]}", item[1])
+        async def write(block: Block) -> None:
+            shapes = {index: staged.layout.records[index].shape for index in block.indices}
+            await volumes.write(staged.location, block.numbers, shapes)
 
-        names = [record.name for record in staged.layout.records]
         with self._failures(f"weights {staged.version}: cannot be written"):
-            await bounded_gather(put, list(zip(names, staged.copies, strict=True)))
-        return staged.written
+            await bounded_gather(write, copies.blocks)
+            place = place_of(staged.location, volumes.own)
+        return dataclasses.replace(staged.written, location=place)
 
     async def abandon(self, staged: StagedPieces) -> None:
-        await self._delete_all(staged.location)
+        volumes = await self._volumes()
+        with self._failures(f"weights {staged.version}: what was written cannot be removed"):
+            await volumes.drop(staged.location)
 
     async def commit(self, manifest: Manifest) -> None:
         client = await self.client()
@@ -111,6 +132,10 @@ class TorchStoreWeightStore:
             key = manifest_key(manifest.version)
             if await client.exists(key):
                 raise published_already(manifest.version)
+            await Volumes(client).publish(manifest)
+            # As torchstore's put_state_dict leaves it.
+            mapping = {name: (name,) for name in tensors_of(manifest)}
+            await client.put(mapping_key(manifest.version), mapping)
             await client.put(key, manifest)
 
     # Reading
@@ -131,8 +156,8 @@ class TorchStoreWeightStore:
             async with self._lease(client, wanted):
                 manifest = await self._read_manifest(client, wanted)
                 if manifest is not None:
-                    keys = KeySource(client, manifest, self._spare, self._failures)
-                    yield VersionReading(manifest, keys, self._plans)
+                    source = VolumeSource(Volumes(client), manifest, self._spare, self._failures)
+                    yield VersionReading(manifest, source, self._plans)
                     return
             if version is not None:
                 raise missing(wanted, await self.versions())
@@ -166,29 +191,27 @@ class TorchStoreWeightStore:
     # Dropping
 
     async def drop(self, version: WeightsVersion) -> bool:
-        await self._delete_all(manifest_key(version))
         client = await self.client()
         with self._failures(f"weights {version}: cannot be dropped"):
+            if await client.exists(manifest_key(version)):
+                await client.delete(manifest_key(version))
             if await self._watch.living(client, version):
                 return False
-        await self._delete_all(pieces_prefix(version))
+            await Volumes(client).drop(pieces_prefix(version), tensor_key(version, ""))
         return True
 
     async def clean(self) -> list[WeightsVersion]:
         client = await self.client()
         held = await self.versions()
         with self._failures("the weights of former trainers cannot be removed"):
-            left = {version_of(key) for key in await client.keys(WEIGHTS)} - set(held)
+            locations = await Volumes(client).locations()
+            left = {version_of(location) for location in locations} - set(held)
             read = [version for version in left if await self._watch.living(client, version)]
         for version in left - set(read):
-            await self._delete_all(pieces_prefix(version))
+            await self.drop(version)
         return read
-
-    async def _delete_all(self, prefix: str) -> None:
-        client = await self.client()
-        with self._failures(f"{prefix} cannot be deleted"):
-            await bounded_gather(client.delete, await client.keys(prefix))
 
     def close(self) -> None:
         """Let go of what was kept for the next version."""
-        self._plans, self._buffers, self._spare = Plans(), HostBuffers(), SpareBuffers()
+        self._plans = Plans()
+        self._buffers, self._spare = HostBuffers(BLOCK_BYTES), SpareBuffers(BLOCK_BYTES)
