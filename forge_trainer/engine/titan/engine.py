@@ -6,7 +6,6 @@ backward (FSDP sums gradients over ranks) -> Updater (one division, clip, step).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,12 +202,10 @@ class TitanEngine:
     def _write_hf(self, folder: Path) -> set[str]:
         """One rank of every pipeline stage writes that stage's tensors; its files."""
         coordinate = self._collectives.coordinate
-        writer = HfWriter(folder, part=f"stage{coordinate('pp')}", group=self._group)
-        tensors = full_hf_tensors(self._model, self._adapter)
-        if coordinate("batch") == 0 and coordinate("tp") == 0:
-            writer.add(tensors)
-        else:
-            deque(tensors, maxlen=0)
+        writes = coordinate("batch") == 0 and coordinate("tp") == 0
+        part = f"stage{coordinate('pp')}"
+        writer = HfWriter(folder, part=part, group=self._group, writes=writes)
+        writer.add(full_hf_tensors(self._model, self._adapter))
         return writer.finish(self._model_dir)
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
