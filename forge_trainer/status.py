@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from forge_trainer.pieces import WeightsVersion
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,34 @@ class TrainerFacts:
     library_versions: dict[str, str]
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far a rank has come. Its work thread writes here, and others may read at any time."""
+
+    microbatch: int = 0
+    """The last that was begun, counted from 1; 0 where a call has none."""
+    num_microbatches: int = 0
+    ticked_at: float = field(default_factory=time.monotonic)
+    """When something was done last, on this process's monotonic clock."""
+
+    def begin(self) -> None:
+        """Another call, or none."""
+        self.microbatch = self.num_microbatches = 0
+        self.tick()
+
+    def tick(self) -> None:
+        """Something is done: a microbatch, a file, an agreement between ranks."""
+        self.ticked_at = time.monotonic()
+
+    def over(self, microbatches: Sequence[T]) -> Iterator[T]:
+        """The microbatches, one at a time, each a piece of progress."""
+        self.num_microbatches = len(microbatches)
+        for number, microbatch in enumerate(microbatches, 1):
+            self.microbatch = number
+            yield microbatch
+            self.tick()
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """A snapshot of one rank that never waits for the step it describes."""
@@ -75,6 +107,11 @@ class RankStatus:
     phase: str
     """`idle`, or the name of the call that is running."""
     seconds_in_phase: float
+    seconds_without_progress: float
+    """Since anything of the call was done last."""
+    microbatch: int
+    """The last that was begun, counted from 1; 0 where a call has none."""
+    num_microbatches: int
     accumulated_sequences: int
     accumulated_tokens: int
     last_error: str | None

@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-import resource
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +23,8 @@ import torch
 
 from forge_trainer.config import TrainerConfig, WeightsConfig
 from forge_trainer.engine import find_engine
-from forge_trainer.engine.profiling import StepProfiler, require_memory_snapshots
+from forge_trainer.engine.failures import describe, is_collective_failure
+from forge_trainer.engine.profiling import StepProfiler, peak_memory_bytes, require_memory_snapshots
 from forge_trainer.errors import (
     CollectiveError,
     EngineError,
@@ -76,6 +77,7 @@ class Worker:
         self._staged: StagedPieces | None = None
         self._writing: asyncio.Task[RankPieces] | None = None
         self._last_error: str | None = None
+        self._after_abort: RankStatus | None = None
         self._engine = find_engine(config.engine)(config, model_dir, world)
 
     async def setup(self) -> EngineFacts:
@@ -89,6 +91,11 @@ class Worker:
         facts = self._engine.facts()
         require_memory_snapshots(self._config.profiling, facts.device)
         return facts
+
+    def bound_collectives(self, timeout_s: float) -> None:
+        """From the next call on; `setup` has limits of its own."""
+        if self._is_set_up:
+            self._engine.bound_collectives(timeout_s)
 
     async def forward(self, rows: PackedRows, with_entropy: bool) -> list[MicrobatchOutput]:
         def forward() -> list[MicrobatchOutput]:
@@ -222,15 +229,29 @@ class Worker:
 
     async def status(self) -> RankStatus:
         """A snapshot; never waits for the work thread."""
+        if self._after_abort is not None:
+            return self._after_abort
+        progress = self._engine.progress
         sequences, tokens = self._engine.accumulated if self._is_set_up else (0, 0)
         return RankStatus(
             step=self._engine.step if self._is_set_up else 0,
             phase=self._phase,
             seconds_in_phase=time.monotonic() - self._phase_since,
+            seconds_without_progress=time.monotonic() - progress.ticked_at,
+            microbatch=progress.microbatch,
+            num_microbatches=progress.num_microbatches,
             accumulated_sequences=sequences,
             accumulated_tokens=tokens,
             last_error=self._last_error,
         )
+
+    async def abort(self) -> None:
+        """Let ranks that wait for this one in a collective fail at once; the mesh is lost.
+
+        Comes after a failure; of the engine, nothing but what `status` tells is left.
+        """
+        self._after_abort = await self.status()
+        await self._run("abort", self._engine.abort)
 
     async def close(self) -> None:
         """Wait for the work thread and what is being written, and free the engine."""
@@ -252,6 +273,7 @@ class Worker:
 
     def _work(self, phase: str, work: Callable[[], T]) -> T:
         self._phase, self._phase_since = phase, time.monotonic()
+        self._engine.progress.begin()
         try:
             return work()
         except ForgeTrainerError as error:
@@ -259,29 +281,13 @@ class Worker:
             logger.error("%s failed: %s", phase, error, exc_info=True)
             raise
         except Exception as error:
-            self._last_error = f"{type(error).__name__}: {error}"
+            self._last_error = describe(error, rank=self._world.rank, phase=phase)
             logger.error("%s failed: %s", phase, self._last_error, exc_info=True)
             kind = CollectiveError if is_collective_failure(error) else EngineError
             step = self._engine.step if self._is_set_up else None
+            # They hold what was being computed, and process groups, for as long as the error lives.
+            traceback.clear_frames(error.__traceback__)
             raise kind(self._last_error, rank=self._world.rank, phase=phase, step=step) from error
         finally:
             self._phase, self._phase_since = "idle", time.monotonic()
-
-
-def peak_memory_bytes() -> int:
-    """Of the GPU since this was asked last; without one, of the process since it started."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def is_collective_failure(error: BaseException) -> bool:
-    """True if a collective broke because another rank is gone or late."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("gloo", "connection closed by peer", "connection reset by peer")
-    )
+            self._engine.progress.begin()

@@ -6,6 +6,7 @@ share one pool. Every task joins a process group of its own and leaves it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,8 @@ import cloudpickle
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from forge_trainer.engine.checkpoint.together import RankGroup
+from forge_trainer.errors import CheckpointError
 from tests.waiting import A_HANG_S
 
 
@@ -81,3 +84,28 @@ def _serve(pipe: Connection, rank: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+class ThreadGroup(RankGroup):
+    """Ranks that are threads of this process; see `thread_groups`."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.size = rank, len(values)
+        self._values, self._barrier = values, barrier
+
+    def _gather(self, own: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
+        self._values[self.rank] = own
+        self._barrier.wait(A_HANG_S)
+        outcomes = list(self._values)
+        self._barrier.wait(A_HANG_S)
+        for _, error in outcomes:
+            if error is not None:
+                raise CheckpointError(error)
+        return outcomes
+
+
+def thread_groups(size: int) -> list[ThreadGroup]:
+    """One group, as each of its ranks sees it."""
+    values, barrier = [None] * size, threading.Barrier(size)
+    return [ThreadGroup(rank, values, barrier) for rank in range(size)]

@@ -64,6 +64,8 @@ class TitanTrainer(Actor):
                 rank=self._rank,
             )
         self._next = CallTicket(ticket.handle_id, ticket.number + 1)
+        if ticket.collective_timeout_s is not None:
+            self._worker.bound_collectives(ticket.collective_timeout_s)
 
     @concurrent_endpoint
     async def setup(self, ticket: CallTicket) -> EngineFacts:
@@ -160,6 +162,10 @@ class TitanTrainer(Actor):
     @concurrent_endpoint
     async def status(self) -> RankStatus:
         return await self._worker.status()
+
+    @concurrent_endpoint
+    async def abort(self) -> None:
+        await self._worker.abort()
 
     @concurrent_endpoint
     async def close(self, ticket: CallTicket) -> None:

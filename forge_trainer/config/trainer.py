@@ -75,6 +75,12 @@ class TrainerConfig(Section):
     """Threads of each rank's computations on the CPU; None is a fair share of the host's cores."""
     collective_timeout_s: Seconds = 60.0
     """A rank that dies or hangs in a collective ends the call within this time."""
+    init_timeout_s: Seconds = 600.0
+    """The same for the first `forward`, `forward_backward` and `optim_step`, which compile, and
+    where shapes are compiled for the first of each shape."""
+    stall_timeout_s: Seconds = 600.0
+    """A call in which no rank makes progress ends after this time; one microbatch on every rank
+    must take less. Calls that may take longer for other reasons get what those are given."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of torch.distributed's store; None takes a free one."""
     checkpoint_folder: Folder | None = None
@@ -90,16 +96,12 @@ class TrainerConfig(Section):
 
     @property
     def grace_s(self) -> float:
-        """The part of `collective_timeout_s` that a rank gets to explain a broken collective.
+        """The part of `collective_timeout_s`, or of `init_timeout_s`, that a rank gets to explain
+        a broken collective: torch's collectives wait that much less.
 
         Monarch needs about 9 s to notice a dead process.
         """
         return min(15.0, self.collective_timeout_s / 4)
-
-    @property
-    def group_timeout_s(self) -> float:
-        """What torch's collectives wait."""
-        return self.collective_timeout_s - self.grace_s
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -125,6 +127,16 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def ranks_fill_the_layout(self) -> Self:
         require_full_layout(self.num_ranks, self.parallel)
+        return self
+
+    @model_validator(mode="after")
+    def no_time_out_is_shorter_than_a_collective(self) -> Self:
+        for name in ("init_timeout_s", "stall_timeout_s"):
+            if (value := getattr(self, name)) < self.collective_timeout_s:
+                raise ValueError(
+                    f"{name}={value:g} must not be less than collective_timeout_s="
+                    f"{self.collective_timeout_s:g}"
+                )
         return self
 
     @model_validator(mode="after")

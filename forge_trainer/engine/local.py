@@ -33,7 +33,7 @@ from forge_trainer.hf import (
     unique_tensors,
 )
 from forge_trainer.pieces import WeightPiece
-from forge_trainer.status import EngineFacts
+from forge_trainer.status import EngineFacts, Progress
 from forge_trainer.types import (
     CheckpointInfo,
     EngineForwardBackward,
@@ -65,6 +65,7 @@ class LocalEngine:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.progress = Progress()
         self._config = config
         self._model_dir = model_dir
         self._dtype = dtype
@@ -145,7 +146,13 @@ class LocalEngine:
         self, batches: Sequence[TrainBatch], *, with_entropy: bool = False
     ) -> list[MicrobatchOutput]:
         self._residence.require_home()
-        return forward_all(self._pass, batches, device=self._device, with_entropy=with_entropy)
+        return forward_all(
+            self._pass,
+            batches,
+            self.progress,
+            device=self._device,
+            with_entropy=with_entropy,
+        )
 
     def forward_backward(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, *, return_logprobs: bool = False
@@ -155,6 +162,7 @@ class LocalEngine:
             self._pass,
             self._updater,
             LossCalls(loss_fn, batches, may_skip=self._config.on_non_finite == "skip"),
+            progress=self.progress,
             device=self._device,
             first_error=lambda own: (0, own),
             return_logprobs=return_logprobs,
@@ -208,6 +216,12 @@ class LocalEngine:
 
     def eval_mode(self) -> None:
         self._model.eval()
+
+    def bound_collectives(self, timeout_s: float) -> None:
+        """There are none."""
+
+    def abort(self) -> None:
+        """Nobody waits for the only rank."""
 
     def close(self) -> None:
         """Wait for a running save."""

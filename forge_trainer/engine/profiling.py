@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,12 @@ def require_memory_snapshots(config: ProfilingConfig, device: str) -> None:
             f"trainer.profiling.memory_steps: torch takes memory snapshots on CUDA only, and the "
             f"trainer's device is {device}; use trace_steps"
         )
+
+
+def peak_memory_bytes() -> int:
+    """Of the GPU since this was asked last; without one, of the process since it started."""
+    if torch.cuda.is_initialized():
+        peak: int = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import EngineError
+from forge_trainer.status import Progress
 from forge_trainer.types import EngineForwardBackward, MicrobatchOutput, TrainBatch
 
 from .loss_call import LossCalls
@@ -60,13 +61,14 @@ class ModelPass(Protocol):
 def forward_all(
     model_pass: ModelPass,
     batches: Sequence[TrainBatch],
+    progress: Progress,
     *,
     device: torch.device,
     with_entropy: bool,
 ) -> list[MicrobatchOutput]:
     """Log-probs of every microbatch; none on ranks where the model does not end."""
     outputs = []
-    for batch in batches:
+    for batch in progress.over(batches):
         values = model_pass.forward(batch.to(device), Wanted(entropies=with_entropy))
         if values is not None:
             logprobs_BT, entropies_BT = values
@@ -80,6 +82,7 @@ def forward_backward_all(
     updater: Updater,
     calls: LossCalls,
     *,
+    progress: Progress,
     device: torch.device,
     first_error: FirstError,
     return_logprobs: bool,
@@ -88,7 +91,7 @@ def forward_backward_all(
     updater.require_trainable()
     wanted = Wanted(calls.need_entropy, calls.looks_at_targets_only and not return_logprobs)
     try:
-        for index, batch in enumerate(calls.batches):
+        for index, batch in enumerate(progress.over(calls.batches)):
             model_pass.forward_backward(
                 batch.to(device),
                 calls,
@@ -96,6 +99,7 @@ def forward_backward_all(
                 is_last=index == len(calls.batches) - 1,
             )
         result = calls.result(return_logprobs=return_logprobs)
+        progress.tick()
         failed_rank, cause = first_error(calls.error)
         if result is None or cause is not None:
             raise EngineError(

@@ -23,19 +23,20 @@ from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config import TrainerConfig
 from forge_trainer.controller.ranks import ask_all
 from forge_trainer.errors import (
-    CollectiveError,
     DataError,
     EngineError,
     ForgeTrainerError,
     WorkerLostError,
 )
 from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
-from forge_trainer.status import GeneratorStatus
+from forge_trainer.status import GeneratorStatus, RankStatus
 from forge_trainer.types import CallTicket, Completion, SamplingParams
 
+from .answers import Answers
+from .patience import CallLimits
+from .stalls import StallWatch
+
 CLOSE_TIMEOUT_S = 20.0
-FILE_CALLS = ("setup", "save", "load", "stage_weights")
-"""Calls in which ranks read or write different amounts, and may be that far apart."""
 
 
 class MeshRanks:
@@ -49,7 +50,7 @@ class MeshRanks:
         hosts: Sequence[str | None] = (),
     ) -> None:
         """One actor per rank; `hosts` are their names in messages, None where there is one."""
-        self._config = config
+        self._limits = CallLimits(config)
         self._ranks: list[Any] = list(actors)
         self._hosts = hosts or [None] * len(actors)
         self._handle_id = uuid.uuid4().hex[:8]
@@ -67,29 +68,31 @@ class MeshRanks:
     async def call(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         if self._lost is not None:
             raise self._lost
-        sent = self._send(method, args_by_rank)
-        tasks = [
-            asyncio.create_task(
-                _translated(future, rank, method, host=self._hosts[rank]), name=f"{method}[{rank}]"
-            )
+        patience = self._limits.of(method, args_by_rank[0])
+        sent = self._send(method, args_by_rank, patience.collective_s)
+        waiting = [
+            _translated(future, rank, method, host=self._hosts[rank])
             for rank, future in enumerate(sent)
         ]
+        watch = StallWatch(method, num_ranks=self.size, ask=self._status, limit_s=patience.stall_s)
+        answers = Answers(method, patience, abort=self._abort, stalled=watch.stalled)
         try:
-            return await self._all_or_first_cause(tasks, method)
+            results = await answers.all_of(waiting)
         except WorkerLostError as error:
             self._lost = error
             raise
-        finally:
-            for task in tasks:
-                task.cancel()
+        self._limits.note(method, args_by_rank[0], results)
+        return results
 
-    def _send(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Awaitable[Any]]:
+    def _send(
+        self, method: str, args_by_rank: Sequence[Sequence[Any]], collective_s: float
+    ) -> list[Awaitable[Any]]:
         """All messages leave before anything is awaited, so that no rank waits for another's.
 
         Raises:
             DataError: the arguments cannot be pickled. No rank has got them.
         """
-        ticket = CallTicket(self._handle_id, self._number)
+        ticket = CallTicket(self._handle_id, self._number, collective_s)
         sent: list[Awaitable[Any]] = []
         for rank, args in zip(self._ranks, args_by_rank, strict=True):
             try:
@@ -107,45 +110,12 @@ class MeshRanks:
         self._number += 1
         return sent
 
-    async def _all_or_first_cause(self, tasks: list[asyncio.Task[Any]], method: str) -> list[Any]:
-        """All results, or the error that explains the others.
+    async def _abort(self, rank: int) -> None:
+        await self.ask(rank, "abort")
 
-        Waits without limit for the first answer, since nobody knows how long a step takes. From
-        then on the others get as long as ranks may be apart; if a collective has broken, that time
-        is over already.
-        """
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        timeout_s = self._most_apart_s(method)
-        if pending and not any(task.exception() for task in done):
-            done, pending = await asyncio.wait(
-                tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
-            )
-        if pending and (failed := [task.exception() for task in done if task.exception()]):
-            if method == "setup" or any(isinstance(error, WorkerLostError) for error in failed):
-                # Nothing comes of this call any more; the others may explain it, or wait in vain.
-                timeout_s = self._config.grace_s
-            _, pending = await asyncio.wait(tasks, timeout=timeout_s)
-        errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
-        explains = [error for error in errors if not isinstance(error, CollectiveError)]
-        if pending and (method == "setup" or any(isinstance(e, WorkerLostError) for e in explains)):
-            # Who is silent waits for the one that failed.
-            raise _cause(explains or errors)
-        if pending:
-            silent = next(rank for rank, task in enumerate(tasks) if task in pending)
-            cause = f"; first error of the others: {errors[0]}" if errors else ""
-            raise WorkerLostError(
-                f"a rank did not answer within {timeout_s:.0f} s after another did{cause}",
-                rank=silent,
-                phase=method,
-            )
-        if errors:
-            raise _cause(errors)
-        return [task.result() for task in tasks]
-
-    def _most_apart_s(self, method: str) -> float:
-        if method in FILE_CALLS:
-            return self._config.checkpoint_timeout_s
-        return self._config.collective_timeout_s
+    async def _status(self, rank: int) -> RankStatus:
+        status: RankStatus = await self.ask(rank, "status")
+        return status
 
     async def can_reach(self, token: str) -> bool:
         """True if all ranks see that file."""
@@ -161,25 +131,6 @@ class MeshRanks:
     async def close(self) -> None:
         if self._lost is None:
             await asyncio.wait_for(self.call("close", [()] * self.size), CLOSE_TIMEOUT_S)
-
-
-def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """A dead process explains broken collectives; a rank's own error explains those, too."""
-
-    def how_far_from_the_cause(error: BaseException) -> int:
-        if isinstance(error, CollectiveError):
-            return 2
-        return 0 if isinstance(error, WorkerLostError) else 1
-
-    first = min(errors, key=how_far_from_the_cause)
-    if any(isinstance(error, CollectiveError) for error in errors) and not isinstance(
-        first, WorkerLostError
-    ):
-        # The others lost a collective because of it, so the mesh cannot be used any more.
-        rank, phase = getattr(first, "rank", None), getattr(first, "phase", None)
-        step = getattr(first, "step", None)
-        return WorkerLostError(f"the mesh is lost: {first}", rank=rank, phase=phase, step=step)
-    return first
 
 
 class GeneratorHandle:

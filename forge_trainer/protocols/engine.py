@@ -10,7 +10,7 @@ import torch
 from forge_trainer.pieces import (
     WeightPiece,
 )
-from forge_trainer.status import EngineFacts
+from forge_trainer.status import EngineFacts, Progress
 from forge_trainer.types import (
     CheckpointInfo,
     EngineForwardBackward,
@@ -31,6 +31,9 @@ class Engine(Protocol):
     the ratio to the generator's log-probs would be noise.
     """
 
+    progress: Progress
+    """There from the start; ticks with every microbatch at least."""
+
     @property
     def step(self) -> int: ...
 
@@ -42,6 +45,13 @@ class Engine(Protocol):
     def setup(self) -> None: ...
 
     def facts(self) -> EngineFacts: ...
+
+    def bound_collectives(self, timeout_s: float) -> None:
+        """From here on, a collective of training that takes longer is broken.
+
+        The same on all ranks, between calls; not on the thread of the others.
+        """
+        ...
 
     def forward(
         self, batches: Sequence[TrainBatch], *, with_entropy: bool = False
@@ -89,5 +99,12 @@ class Engine(Protocol):
         ...
 
     def eval_mode(self) -> None: ...
+
+    def abort(self) -> None:
+        """Break the collectives that other ranks wait in for this one, after a failure here.
+
+        Nothing is called after it.
+        """
+        ...
 
     def close(self) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +21,5 @@ class CallTicket:
 
     handle_id: str
     number: int
+    collective_timeout_s: float | None = field(default=None, compare=False)
+    """How long a collective of this call may take; None leaves that as it is."""

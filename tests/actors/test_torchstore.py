@@ -20,7 +20,6 @@ from forge_trainer.config import WeightsConfig
 from forge_trainer.functional.pieces.manifests import build_manifest, describe_tensor
 from forge_trainer.pieces import StoreAddress, WeightPiece
 from forge_trainer.processes.meshes import _bootstrap, prepare_controller, start_store, stop_store
-from forge_trainer.processes.store import RunStore
 from forge_trainer.weights.torchstore.store import TorchStoreWeightStore
 from tests.actors.conftest import Cluster, running_cluster
 from tests.actors.plain_client import PlainClient, without_the_library
@@ -131,27 +130,13 @@ TABLE = torch.arange(48.0).reshape(8, 6)
 HOSTS = ["trainer/0", "trainer/1"]
 
 
-class _Writers:
-    """Trainer ranks, as a run's store sees them."""
-
-    def __init__(self, mesh: ProcMesh) -> None:
-        self._mesh = mesh
-        self.ranks: Any = None
-
-    async def can_reach(self, token: str) -> bool:
-        return False
-
-    async def open_store(self, address: StoreAddress) -> None:
-        self.ranks = self._mesh.spawn("writer", Writer, address, WEIGHTS)
-
-
-async def _publish_on_hosts(store: TorchStoreWeightStore, writers: _Writers) -> None:
+async def _publish_on_hosts(store: TorchStoreWeightStore, writers: Any) -> None:
     """Two ranks write a half of the table each; nobody sees it before it is published."""
     parts = []
     for rank in range(2):
         rows = TABLE[4 * rank :][:4]
         piece = WeightPiece("table", (8, 6), (4 * rank, 0), rows, torch.float32)
-        parts.append(await writers.ranks.slice(ranks=rank).write.call_one(V0, rank, [piece]))
+        parts.append(await writers.slice(ranks=rank).write.call_one(V0, rank, [piece]))
     assert [part.location.rpartition("@")[2] for part in parts] == HOSTS
     assert await (await store.client()).keys() == []
     await store.commit(build_manifest(V0, store.transport, parts))
@@ -165,12 +150,13 @@ def test_shards_lie_on_their_own_hosts_and_clients_get_the_whole() -> None:
         async with (
             _on_hosts("trainer", HOSTS) as trainers,
             _plain_client() as plain,
-            contextlib.AsyncExitStack() as stack,
+            _on_hosts("store", HOSTS) as volumes,
         ):
-            writers = _Writers(trainers)
-            run_store = RunStore(WEIGHTS, stack, lambda: _on_hosts("store", HOSTS))
-            store = await run_store.open([writers])
-            assert isinstance(store, TorchStoreWeightStore)
+            await start_store(volumes, "on_hosts")
+            store = TorchStoreWeightStore("on_hosts")
+            writers = trainers.spawn(
+                "writer", Writer, StoreAddress("torchstore", "on_hosts"), WEIGHTS
+            )
             await _publish_on_hosts(store, writers)
             assert torch.equal((await read_all(store))[1]["table"], TABLE)
             client = await store.client()
@@ -180,13 +166,14 @@ def test_shards_lie_on_their_own_hosts_and_clients_get_the_whole() -> None:
             }
             assert lies == {"trainer/0": [(0, 0)], "trainer/1": [(4, 0)]}
             version, whole, part, _ = await plain.run.call_one(
-                _example(), "read", run_store.address.location, "table"
+                _example(), "read", "on_hosts", "table"
             )
             assert version == "e0v0"
             assert torch.equal(whole, TABLE)
             assert torch.equal(part, TABLE[2:6])
             assert await store.drop(V0)
             assert await client.keys() == []
+            await stop_store("on_hosts")
 
     before = descendants()
     asyncio.run(scenario())

@@ -24,11 +24,11 @@ from forge_trainer.controller.in_process import start_in_process_trainer
 from forge_trainer.engine.checkpoint import checkpointer
 from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
 from forge_trainer.engine.checkpoint.files import hash_file, read_marker, verify_files
-from forge_trainer.engine.checkpoint.together import RankGroup
 from forge_trainer.errors import CheckpointError
 from forge_trainer.hf import load_causal_lm
 from forge_trainer.types import CheckpointInfo, LossOutput, SaveRequest, TrainBatch
 from tests.data import same_numbers
+from tests.ranks import thread_groups
 from tests.unit.conftest import CONFIG, GOOD, Bench
 from tests.waiting import A_HANG_S
 
@@ -111,34 +111,14 @@ def test_weights_alone_are_read_and_verified_alone(bench: Bench, tmp_path: Path)
         bench.run(trainer.load(path=str(saved), weights_only=True))
 
 
-class ThreadGroup(RankGroup):
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
-        self._shared = shared
-
-    def _gather(self, own: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
-        self._shared["values"][self.rank] = own
-        self._shared["barrier"].wait(A_HANG_S)
-        outcomes = [self._shared["values"][rank] for rank in range(self.size)]
-        self._shared["barrier"].wait(A_HANG_S)
-        for _, error in outcomes:
-            if error is not None:
-                raise CheckpointError(error)
-        return outcomes
-
-
 def _save_on_two_ranks(
     folder: Path, write: Callable[[Path, int], set[str]]
 ) -> list[CheckpointInfo | CheckpointError]:
-    shared: dict[str, Any] = {"values": {}, "barrier": threading.Barrier(2)}
+    groups = thread_groups(2)
     request = SaveRequest(str(folder / "step-1"), format="hf")
 
     def save(rank: int) -> CheckpointInfo | CheckpointError:
-        group = ThreadGroup(rank, 2, shared)
-        one = Checkpointer(group, torch.device("cpu"), layout="two threads")
+        one = Checkpointer(groups[rank], torch.device("cpu"), layout="two threads")
         try:
             return one.export(request, 1, lambda partial: write(partial, rank))
         except CheckpointError as error:

@@ -261,6 +261,18 @@ def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path: Path) -> None:
         (["--trainer.optimizer.betas", "[0.9,1.0]"], "trainer.optimizer.betas.1: got"),
         (["--run.seed", "18446744073709551616"], "run.seed: got"),
         (["--trainer.collective_timeout_s", "1e14"], "trainer.collective_timeout_s: got"),
+        (
+            ["--trainer.init_timeout_s=59"],
+            "init_timeout_s=59 must not be less than collective_timeout_s=60",
+        ),
+        (
+            ["--trainer.collective_timeout_s=601"],
+            "init_timeout_s=600 must not be less than collective_timeout_s=601",
+        ),
+        (
+            ["--trainer.stall_timeout_s=59"],
+            "stall_timeout_s=59 must not be less than collective_timeout_s=60",
+        ),
         (["--run.folder", "~/x"], "run.folder: got '~/x'; give a whole path; ~ is not expanded"),
         (
             ["--trainer.optimizer.param_groups", '[{"pattern":"norm"}]'],

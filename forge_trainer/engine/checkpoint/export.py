@@ -23,15 +23,21 @@ COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
 class HfWriter:
-    """Writes this rank's part of the tensors into as few files as their size allows.
+    """Writes a part of the model's tensors into as few files as their size allows.
+
+    The ranks that share a part gather its tensors together, and one of them writes. On NCCL the
+    others could gather all at once, and their collectives would then wait, with the clock running,
+    for a rank that is busy with its disk. So all ranks meet after every file, outside of NCCL, and
+    nobody is further ahead than one file and one tensor.
 
     A failure is kept until `finish`, since the other ranks go on gathering tensors meanwhile.
     """
 
-    def __init__(self, folder: Path, *, part: str, group: RankGroup) -> None:
+    def __init__(self, folder: Path, *, part: str, group: RankGroup, writes: bool = True) -> None:
         self._folder = folder
         self._group = group
         self._part = part
+        self._writes = writes
         self._waiting: dict[str, Tensor] = {}
         self._num_files = 0
         self._file_of: dict[str, str] = {}
@@ -39,13 +45,35 @@ class HfWriter:
         self._error: str | None = None
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole tensors under their Hugging Face names, one at a time."""
+        """Take whole tensors under their Hugging Face names, one at a time.
+
+        A collective of all ranks, each with the tensors of its part, the same on those that share
+        it. Parts may need different numbers of files.
+        """
+        size = 0
         for name, tensor in tensors:
-            size = sum(t.nbytes for t in self._waiting.values())
-            if self._waiting and size + tensor.nbytes > MAX_FILE_BYTES:
+            num_bytes = tensor.numel() * torch.float32.itemsize
+            if size and size + num_bytes > MAX_FILE_BYTES:
                 self._flush()
-            self._waiting[name] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+                self._meet(is_done=False)
+                size = 0
+            size += num_bytes
+            self._keep(name, tensor)
         self._flush()
+        while not self._meet(is_done=True):
+            pass
+
+    def _meet(self, *, is_done: bool) -> bool:
+        """Wait for all ranks; True if all of them are done."""
+        return all(self._group.on_each(lambda: is_done))
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if not self._writes or self._error is not None:
+            return
+        try:
+            self._waiting[name] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        except Exception as error:
+            self._error = f"{name}: {error}"
 
     def _flush(self) -> None:
         if not self._waiting or self._error is not None:

@@ -6,12 +6,13 @@ backward (FSDP sums gradients over ranks) -> Updater (one division, clip, step).
 
 from __future__ import annotations
 
-from collections import deque
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
 from forge_trainer.config import TrainerConfig
@@ -22,7 +23,7 @@ from forge_trainer.engine.checkpoint.together import RankGroup
 from forge_trainer.functional.flops import device_peak_flops
 from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
 from forge_trainer.pieces import WeightPiece
-from forge_trainer.status import EngineFacts
+from forge_trainer.status import EngineFacts, Progress
 from forge_trainer.types import (
     CheckpointInfo,
     EngineForwardBackward,
@@ -44,7 +45,7 @@ from .attention import inner_attention_config
 from .collectives import Collectives
 from .model import build_model_spec
 from .optimizer import build_optimizers, build_schedulers
-from .parallel import bound_collectives, build_model, build_parallel_dims, load_hf_weights
+from .parallel import build_model, build_parallel_dims, load_hf_weights
 from .passes import PipelinePass, WholePass
 from .platform import join_process_group, leave_process_group, select_device
 from .weights import full_hf_tensors, hf_pieces
@@ -54,6 +55,7 @@ class TitanEngine:
     """Keeps the `Engine` protocol. Call `setup` first."""
 
     def __init__(self, config: TrainerConfig, model_dir: Path, world: World | None = None) -> None:
+        self.progress = Progress()
         self._config = config
         self._model_dir = model_dir
         self._world = world or World()
@@ -75,7 +77,9 @@ class TitanEngine:
         seed_everything(config.seed + self._collectives.coordinate("batch"))
         self._build_updater()
         self.eval_mode()
-        bound_collectives(parallel_dims, config.group_timeout_s)
+        # No rank may still be making a group, or loading what others have loaded.
+        dist.barrier()
+        self.bound_collectives(config.init_timeout_s - config.grace_s)
 
     def _build_model(self, parallel_dims: ParallelDims) -> None:
         config = self._config
@@ -161,7 +165,13 @@ class TitanEngine:
         self, batches: Sequence[TrainBatch], *, with_entropy: bool = False
     ) -> list[MicrobatchOutput]:
         self._residence.require_home()
-        return forward_all(self._pass, batches, device=self._device, with_entropy=with_entropy)
+        return forward_all(
+            self._pass,
+            batches,
+            self.progress,
+            device=self._device,
+            with_entropy=with_entropy,
+        )
 
     def forward_backward(
         self, batches: Sequence[TrainBatch], loss_fn: LossFn, *, return_logprobs: bool = False
@@ -176,6 +186,7 @@ class TitanEngine:
                 compiles="loss" in self._config.compile,
                 may_skip=self._config.on_non_finite == "skip",
             ),
+            progress=self.progress,
             device=self._device,
             first_error=self._collectives.first_error,
             return_logprobs=return_logprobs,
@@ -203,12 +214,10 @@ class TitanEngine:
     def _write_hf(self, folder: Path) -> set[str]:
         """One rank of every pipeline stage writes that stage's tensors; its files."""
         coordinate = self._collectives.coordinate
-        writer = HfWriter(folder, part=f"stage{coordinate('pp')}", group=self._group)
-        tensors = full_hf_tensors(self._model, self._adapter)
-        if coordinate("batch") == 0 and coordinate("tp") == 0:
-            writer.add(tensors)
-        else:
-            deque(tensors, maxlen=0)
+        writes = coordinate("batch") == 0 and coordinate("tp") == 0
+        part = f"stage{coordinate('pp')}"
+        writer = HfWriter(folder, part=part, group=self._group, writes=writes)
+        writer.add(full_hf_tensors(self._model, self._adapter))
         return writer.finish(self._model_dir)
 
     def load(self, path: str, *, weights_only: bool = False) -> CheckpointInfo:
@@ -234,6 +243,17 @@ class TitanEngine:
 
     def eval_mode(self) -> None:
         self._model.eval()
+
+    def bound_collectives(self, timeout_s: float) -> None:
+        self._collectives.bound(timeout_s)
+
+    def abort(self) -> None:
+        """End all process groups, so that ranks that wait in them fail at once."""
+        self._collectives.abort()
+        # FSDP holds groups, too, and gloo ends a connection once nobody does.
+        for name in vars(self).keys() - {"progress", "_config", "_model_dir", "_world"}:
+            delattr(self, name)
+        gc.collect()
 
     def close(self) -> None:
         """Wait for a running save and leave the process group."""

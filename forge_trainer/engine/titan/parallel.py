@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
@@ -39,15 +37,6 @@ def build_parallel_dims(config: TrainerConfig) -> ParallelDims:
     dims = ParallelDims.from_config(_parallelism(config), config.num_ranks)
     dims.build_mesh()
     return dims
-
-
-def bound_collectives(dims: ParallelDims, timeout_s: float) -> None:
-    """From here on, a collective of training that takes longer is broken; a collective itself."""
-    # No rank may still be making a group, or loading what others have loaded.
-    dist.barrier()
-    meshes = dims.get_all_one_dimensional_meshes().values()
-    for group in (dist.group.WORLD, *(mesh.get_group() for mesh in meshes)):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 @dataclass(frozen=True, slots=True)
