@@ -63,7 +63,7 @@ def _sets_environment(node: ast.AST) -> bool:
 def test_environment_variables_are_set_in_two_places() -> None:
     setters = {_name(path) for path in SOURCES for node in _nodes(path) if _sets_environment(node)}
     processes = "forge_trainer/processes"
-    assert setters == {f"{processes}/meshes.py", f"{processes}/certificates.py"}
+    assert setters == {f"{processes}/meshes.py", f"{processes}/hosts/certificates.py"}
 
 
 def test_only_handles_call_endpoints() -> None:
@@ -80,6 +80,8 @@ def test_only_handles_call_endpoints() -> None:
     }
     assert callers == {
         "forge_trainer/processes/handles.py",
+        # Of hosts, which run no part of ours.
+        "forge_trainer/processes/hosts/guards.py",
         # Of torchstore's actors, which are nobody else's.
         "forge_trainer/weights/torchstore/volumes.py",
     }

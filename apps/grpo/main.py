@@ -47,7 +47,7 @@ def start(config: GrpoConfig) -> None:
     )
     from forge_trainer.data.prompts import make_task
     from forge_trainer.hf import model_directory
-    from forge_trainer.processes.certificates import use_certificates
+    from forge_trainer.processes.hosts.certificates import use_certificates
     from forge_trainer.run.run_folder import (
         CONFIG_FILE,
         MODEL_FOLDER,

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_ARGUMENT
 
     from forge_trainer.config import TlsConfig
-    from forge_trainer.processes.host import serve
+    from forge_trainer.processes.hosts.worker import serve
 
     serve(given.address, TlsConfig(**certificates) if given.ca else None)
     return OK

@@ -34,8 +34,9 @@ from forge_trainer.types import HostInventory
 from forge_trainer.weights.stores import open_store
 
 from .handles import GeneratorHandle, MeshRanks
-from .inventory import find_inventory
-from .launch import Hosts, running_hosts
+from .hosts.inventory import find_inventory
+from .hosts.launch import Hosts, running_hosts
+from .hosts.placement import MeshPlan, Placement, describe, plan_placement
 from .meshes import (
     STOP_TIMEOUT_S,
     closing,
@@ -44,7 +45,6 @@ from .meshes import (
     prepare_controller,
     running_mesh,
 )
-from .placement import MeshPlan, Placement, describe, plan_placement
 from .rank_logs import RankLogs
 from .store import IN_MEMORY, RunStore
 
@@ -125,13 +125,10 @@ async def running_services(
         await _require_shared(hosts, trainers["trainer"], model_dir, checkpoint_folder, site)
         store = RunStore(weights, stack, hosts.place(plans["trainer"]))
         meshes = await _start_meshes(stack, hosts, plans, site.logs)
-        ranks = {}
-        for role, config in trainers.items():
-            mesh, plan = meshes[role], plans[role]
-            await join_ranks(mesh, *await hosts.master(plan, config.master_port))
-            ranks[role] = _spawn_ranks(
-                mesh, on_device(config, plan), weights, model_dir, hosts.names(plan)
-            )
+        ranks = {
+            role: await _join_ranks(hosts, plans[role], meshes[role], config, weights, model_dir)
+            for role, config in trainers.items()
+        }
         generating = _spawn_generator(
             meshes[GENERATOR],
             generator.model_copy(update={"device": plans[GENERATOR].device}),
@@ -149,16 +146,26 @@ async def running_services(
             )
             for role, config in trainers.items()
         }
-        async with first_error() as starting:
-            for role, handle in handles.items():
-                starting.create_task(handle.setup(), name=role)
-            starting.create_task(generating.setup(), name=GENERATOR)
-        for role, handle in handles.items():
-            # A save that runs beside other calls is let to its end.
-            timeout_s = STOP_TIMEOUT_S + trainers[role].checkpoint_timeout_s
-            stack.push_async_callback(closing, role, handle.close, timeout_s=timeout_s)
-        stack.push_async_callback(closing, GENERATOR, generating.close)
+        await _set_up(stack, handles, trainers, generating)
         yield Services(handles["trainer"], generating, handles.get("reference"), store)
+
+
+async def _set_up(
+    stack: contextlib.AsyncExitStack,
+    handles: Mapping[Role, TrainerHandle],
+    trainers: Mapping[Role, TrainerConfig],
+    generator: GeneratorHandle,
+) -> None:
+    """Load all models side by side; they are closed with `stack`."""
+    async with first_error() as starting:
+        for role, handle in handles.items():
+            starting.create_task(handle.setup(), name=role)
+        starting.create_task(generator.setup(), name=GENERATOR)
+    for role, handle in handles.items():
+        # A save that runs beside other calls is let to its end.
+        timeout_s = STOP_TIMEOUT_S + trainers[role].checkpoint_timeout_s
+        stack.push_async_callback(closing, role, handle.close, timeout_s=timeout_s)
+    stack.push_async_callback(closing, GENERATOR, generator.close)
 
 
 def _trainers(trainer: TrainerConfig, reference: TrainerConfig | None) -> dict[Role, TrainerConfig]:
@@ -202,6 +209,18 @@ async def _start_meshes(
             )
         )
     return meshes
+
+
+async def _join_ranks(
+    hosts: Hosts,
+    plan: MeshPlan,
+    mesh: ProcMesh,
+    config: TrainerConfig,
+    weights: WeightsConfig,
+    model_dir: Path,
+) -> MeshRanks:
+    await join_ranks(mesh, *await hosts.master(plan, config.master_port))
+    return _spawn_ranks(mesh, on_device(config, plan), weights, model_dir, hosts.names(plan))
 
 
 def _spawn_ranks(

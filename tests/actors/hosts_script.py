@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from forge_trainer.config import GeneratorConfig, LaunchConfig, PlacementConfig, Role, TrainerConfig
-from forge_trainer.processes.certificates import use_certificates
+from forge_trainer.processes.hosts.certificates import use_certificates
 
 LAUNCH = LaunchConfig.model_validate_json(sys.argv[1])
 use_certificates(LAUNCH.tls)
 
 from monarch.actor import Actor, current_rank, endpoint  # noqa: E402  (after the certificates)
 
-from forge_trainer.processes.launch import running_hosts  # noqa: E402
+from forge_trainer.processes.hosts.launch import running_hosts  # noqa: E402
+from forge_trainer.processes.hosts.placement import plan_placement  # noqa: E402
 from forge_trainer.processes.meshes import prepare_controller, start_command  # noqa: E402
-from forge_trainer.processes.placement import plan_placement  # noqa: E402
 from forge_trainer.types import Gpu, HostInventory  # noqa: E402
 
 

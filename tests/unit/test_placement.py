@@ -20,9 +20,9 @@ from forge_trainer.config import (
     TrainerConfig,
 )
 from forge_trainer.errors import ConfigError
-from forge_trainer.processes.inventory import find_inventory, visible
-from forge_trainer.processes.launch import process_environment
-from forge_trainer.processes.placement import MeshPlan, Placement, describe, plan_placement
+from forge_trainer.processes.hosts.inventory import find_inventory, visible
+from forge_trainer.processes.hosts.launch import process_environment
+from forge_trainer.processes.hosts.placement import MeshPlan, Placement, describe, plan_placement
 from forge_trainer.types import Gpu, HostInventory
 
 LOCAL = LaunchConfig()

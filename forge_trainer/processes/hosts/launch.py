@@ -13,10 +13,10 @@ from monarch.actor import HostMesh
 from monarch.config import configured
 
 from forge_trainer.config import LaunchConfig, Role
+from forge_trainer.processes.meshes import Place
 
 from .guards import HostGuards, guarded
 from .jobs import start_hosts
-from .meshes import Place
 from .placement import MeshPlan
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from monarch.job import JobTrait, ProcessJob, SlurmJob
 
 from forge_trainer.config import LaunchConfig, Role
 from forge_trainer.errors import ConfigError, ForgeTrainerError
+from forge_trainer.processes.meshes import closing
 
 from .certificates import use_certificates
-from .meshes import closing
 
 # Monarch's jobs write what they do to the console, past the log that was asked for.
 logging.getLogger("monarch._src.job.job").setLevel(logging.WARNING)

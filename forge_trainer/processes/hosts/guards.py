@@ -17,8 +17,7 @@ from forge_trainer.actors.guard import HostFacts, HostGuard, become_guard
 from forge_trainer.actors.trainer import RANKS
 from forge_trainer.config import LaunchConfig, Role
 from forge_trainer.errors import ConfigError
-
-from .meshes import Place, closing, start_command
+from forge_trainer.processes.meshes import Place, closing, start_command
 
 logger = logging.getLogger(__name__)
 

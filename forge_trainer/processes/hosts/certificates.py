@@ -22,7 +22,7 @@ def use_certificates(tls: TlsConfig | None) -> None:
     if "monarch" in sys.modules:
         raise ConfigError(
             "launch.tls: Monarch reads certificates when it is imported, which it has been; call "
-            "forge_trainer.processes.certificates.use_certificates before that, or set "
+            "forge_trainer.processes.hosts.certificates.use_certificates before that, or set "
             f"{', '.join(_variables(tls))} before Python starts"
         )
     os.environ.update(_variables(tls))
