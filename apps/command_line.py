@@ -26,15 +26,20 @@ def run_app(
     *,
     usage: str | None = None,
     about: str = "",
+    dry_run: Callable[[C], int] | None = None,
 ) -> int:
     """Load the config, call `start` with it, and say how it ended; the exit code.
 
-    `start` may return an exit code of its own. `about` follows the usage in --help.
+    `start` may return an exit code of its own. `about` follows the usage in --help. `dry_run` is
+    called instead of it where --dry-run is given.
     """
-    usage = usage or f"python -m {module} --config FILE [--overwrite] [--section.key VALUE ...]"
+    flags = "[--overwrite] [--dry-run]" if dry_run else "[--overwrite]"
+    usage = usage or f"python -m {module} --config FILE {flags} [--section.key VALUE ...]"
     parser = argparse.ArgumentParser(prog=module, usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--overwrite", action="store_true")
+    if dry_run is not None:
+        parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     own, overrides = parser.parse_known_args(arguments)
     if own.help:
@@ -46,7 +51,8 @@ def run_app(
             raise ConfigError(f"--config is missing; usage: {usage}")
         if own.overwrite:
             overrides += ["--run.overwrite", "true"]
-        code = start(load_config(schema, own.config, overrides))
+        config = load_config(schema, own.config, overrides)
+        code = dry_run(config) if dry_run and own.dry_run else start(config)
     except ConfigError as error:
         return _failed(error, BAD_CONFIG)
     except ForgeTrainerError as error:

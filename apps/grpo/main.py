@@ -1,6 +1,7 @@
 """GRPO from a config file: config, processes, loops.
 
-    python -m apps.grpo.main --config configs/grpo_tiny.yaml [--overwrite] [--section.key value]
+    python -m apps.grpo.main --config configs/grpo_tiny.yaml [--overwrite] [--dry-run]
+        [--section.key value]
 
 Exit codes: 0 done, 1 failed, 2 the config cannot work, 130 stopped with Ctrl-C.
 """
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the app; the process's exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    return run_app("apps.grpo.main", GrpoConfig, given, start)
+    return run_app("apps.grpo.main", GrpoConfig, given, start, dry_run=look)
+
+
+def look(config: GrpoConfig) -> int:
+    """What the config would start, and what of it does not fit; the exit code."""
+    from apps.grpo.dry_run import dry_run
+
+    return dry_run(config)
 
 
 def start(config: GrpoConfig) -> None:
@@ -48,6 +56,8 @@ def start(config: GrpoConfig) -> None:
     from forge_trainer.data.prompts import make_task
     from forge_trainer.hf import model_directory
     from forge_trainer.processes.hosts.certificates import use_certificates
+    from forge_trainer.processes.hosts.inventory import find_inventory
+    from forge_trainer.processes.hosts.placement import plan_placement
     from forge_trainer.run.run_folder import (
         CONFIG_FILE,
         MODEL_FOLDER,
@@ -59,13 +69,22 @@ def start(config: GrpoConfig) -> None:
     use_certificates(config.launch.tls)
     check_algorithm(config.algorithm)
     check_checkpoint_folder(config.trainer)
-    check_port(config.trainer)
+    inventory = find_inventory(config.launch)
+    plan_placement(config.trainers, config.generator, config.placement, config.launch, inventory)
+    if config.launch.kind == "local":
+        check_port(config.trainer)
     refuse_places_of_the_run(config)
     task = make_task(config.task, seed=config.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
         model_dir = model_directory(config.model, Path(scratch), seed=config.run.seed)
-        check_models(model_dir, config.trainers, config.generator, config.weights)
+        check_models(
+            model_dir,
+            config.trainers.values(),
+            config.generator,
+            config.weights,
+            gpus=inventory.gpus,
+        )
         task = check_prompts(task, model_dir, config.generator)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)

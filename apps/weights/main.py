@@ -75,7 +75,7 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
         else:
             model_dir = find_model(config, Path(scratch))
         try:
-            check_models(model_dir, config.trainers, config.generator, config.weights)
+            check_models(model_dir, config.trainers.values(), config.generator, config.weights)
         except ConfigError as error:
             if model_dir == checkpoint:
                 raise ConfigError(f"--checkpoint {checkpoint}: {error}") from error
@@ -99,7 +99,7 @@ def find_model(config: GrpoConfig, scratch: Path) -> Path:
 
 async def compare(config: GrpoConfig, model_dir: Path, checkpoint: Path | None) -> list[Comparison]:
     """Published weights against the generator's, and against those on disk."""
-    from forge_trainer.processes.lifecycle import running_services
+    from forge_trainer.processes.lifecycle import Site, running_services
     from forge_trainer.run.compare import compare_weights
     from forge_trainer.run.weight_sources import GeneratorWeights, PublishedWeights
     from forge_trainer.weights.stores import open_store
@@ -113,6 +113,7 @@ async def compare(config: GrpoConfig, model_dir: Path, checkpoint: Path | None) 
         config.weights,
         model_dir=model_dir,
         checkpoint_folder=model_dir,
+        site=Site(placement=config.placement),
     ) as services:
         if checkpoint is not None:
             await services.trainer.load(path=str(checkpoint.resolve()), weights_only=True)

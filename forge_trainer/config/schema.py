@@ -12,7 +12,7 @@ from .generation import GeneratorConfig
 from .launch import LaunchConfig
 from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
-from .placement import PlacementConfig
+from .placement import PlacementConfig, Role
 from .section import Folder, Section, Seed
 from .trainer import ProfilingConfig, TrainerConfig
 from .weights import WeightsConfig
@@ -80,9 +80,10 @@ class GrpoConfig(Section):
         return self.generator.model_copy(update={"seed": self.run.seed})
 
     @property
-    def trainers(self) -> list[TrainerConfig]:
+    def trainers(self) -> dict[Role, TrainerConfig]:
         """All that are started."""
-        return [self.trainer, *([self.reference_trainer] if self.needs_reference else [])]
+        found: dict[Role, TrainerConfig] = {"trainer": self.trainer}
+        return found | ({"reference": self.reference_trainer} if self.needs_reference else {})
 
     @property
     def reference_trainer(self) -> TrainerConfig:

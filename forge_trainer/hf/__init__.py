@@ -3,10 +3,17 @@
 from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts, resolve_device
 from .tiny import create_tiny_model, model_directory
 from .tokenizer import count_tokens, largest_token_id, load_tokenizer, require_special_tokens
-from .weights import load_causal_lm, load_weights, require_whole_weights, unique_tensors
+from .weights import (
+    count_parameters,
+    load_causal_lm,
+    load_weights,
+    require_whole_weights,
+    unique_tensors,
+)
 
 __all__ = [
     "ModelFacts",
+    "count_parameters",
     "count_tokens",
     "create_tiny_model",
     "find_model_dir",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,17 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, tupl
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (tensor, []))[1].append(name)
     return {names[0]: (tensor, tuple(names[1:])) for tensor, names in found.values()}
+
+
+def count_parameters(path: Path) -> int:
+    """Numbers in the directory's safetensors files; a tied tensor is in there once."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return total
 
 
 def require_whole_weights(path: Path) -> None:

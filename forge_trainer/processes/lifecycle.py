@@ -36,6 +36,7 @@ from forge_trainer.weights.stores import open_store
 from .handles import GeneratorHandle, MeshRanks
 from .hosts.inventory import find_inventory
 from .hosts.launch import Hosts, running_hosts
+from .hosts.needs import with_room
 from .hosts.placement import MeshPlan, Placement, describe, plan_placement
 from .meshes import (
     STOP_TIMEOUT_S,
@@ -116,6 +117,7 @@ async def running_services(
     for config in trainers.values():
         if site.launch.kind == "local":
             check_port(config)
+    weights = with_room(weights, model_dir) if site.launch.kind == "local" else weights
     # As everybody will see them, also those who work elsewhere.
     model_dir, checkpoint_folder = model_dir.absolute(), checkpoint_folder.absolute()
     prepare_controller()
