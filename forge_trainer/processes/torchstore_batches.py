@@ -58,11 +58,14 @@ async def read_pieces(volume: Any, location: str, indices: Sequence[int], buffer
 
 
 async def name_pieces(volume: Any, named: Sequence[tuple[str, str, int, Any]]) -> None:
-    """Make pieces shards of keys; each is (key, location, index, slice)."""
-    held, keys = _held(volume), volume.store.kv
+    """Make pieces the shards of keys; each is (key, location, index, slice)."""
+    held = _held(volume)
+    # Anew: a try that failed may have named others.
+    shards: dict[str, dict[Any, dict[str, Any]]] = {}
     for key, location, index, tensor_slice in named:
         shard = {"slice": tensor_slice, "tensor": held[location][index]}
-        keys.setdefault(key, {})[tensor_slice.coordinates] = shard
+        shards.setdefault(key, {})[tensor_slice.coordinates] = shard
+    volume.store.kv.update(shards)
 
 
 async def drop_pieces(volume: Any, locations: str, keys: str | None) -> None:
@@ -86,12 +89,12 @@ async def announce(controller: Any, named: Sequence[tuple[str, str, Any]]) -> No
     from torchstore.controller import ObjectType, StorageInfo
 
     controller.assert_initialized()
-    known = controller.keys_to_storage_volumes
+    shards: dict[str, dict[str, Any]] = {}
     for key, volume, tensor_slice in named:
-        if key not in known:
-            known[key] = {}
-        info = known[key].setdefault(volume, StorageInfo(ObjectType.TENSOR_SLICE))
+        volumes = shards.setdefault(key, {})
+        info = volumes.setdefault(volume, StorageInfo(ObjectType.TENSOR_SLICE))
         info.tensor_slices.add(tensor_slice)
+    controller.keys_to_storage_volumes.update(shards)
 
 
 async def forget(controller: Any, keys: str) -> None:

@@ -89,6 +89,27 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     assert read_rows(folder / "metrics.jsonl") == rows
 
 
+def test_a_run_whose_weights_travel_over_torchstore(tmp_path: Path) -> None:
+    """All that differs from shared memory is how the weights came: the gap shows that they did."""
+    folder = tmp_path / "run"
+    options = ["--run.steps", "4", "--algorithm.groups_per_step", "4", "--run.folder", str(folder)]
+    over = ["--config", "configs/grpo_tiny.yaml", "--weights.transport", "torchstore"]
+    code, _, err = run_app(APP, *over, *options)
+    assert (code, err) == (0, ""), err
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [(row["step"], row["policy_version"]) for row in rows] == [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (4, 3),
+    ]
+    for row in rows:
+        assert row["rollout/logprob_gap"] < 1e-4
+        assert row["weights/bytes"] > 0
+        assert row["weights/versions_held"] <= 3
+    _require_trained_model(folder)
+
+
 def _require_trained_model(folder: Path) -> None:
     """transformers loads it as it is, it has changed, and it is what the last checkpoint holds."""
     made = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()

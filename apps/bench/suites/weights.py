@@ -123,6 +123,7 @@ async def run() -> list[Row]:
     async with running_sync(SETS, WeightsConfig(transport="torchstore", verify="off")) as sync:
         assert isinstance(sync.store, TorchStoreWeightStore)
         over_bare = await _torchstore_over_bare(sync.store)
+        many = ratios(await interleaved(sync.settled(1), sync.settled(2), rounds=ROUNDS))
     async with running_sync(OVERLAPPED, shared.model_copy(update={"stage": "in_place"})) as sync:
         stall = await _stall_over_sync(sync)
     async with running_sync(SETS, shared.model_copy(update={"keep_versions": 100})) as sync:
@@ -135,6 +136,7 @@ async def run() -> list[Row]:
         Row("push_pull_verified_over_memcpy", "the same with verify: full", verified, bar=3.5),
         Row("small_tensors_over_one", "300 x 50 KB / 1 x 15 MB, shared memory", small, bar=1.5),
         Row("torchstore_over_bare", "transport torchstore / bare puts and gets", over_bare, 1.1),
+        Row("torchstore_many_over_one", "300 x 50 KB / 1 x 15 MB, torchstore", many, bar=3.0),
         Row(
             "stall_over_sync",
             "time the loop waits / push to pulled, 256 MB, in place",
