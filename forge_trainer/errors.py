@@ -47,21 +47,28 @@ class _LocatedError(ForgeTrainerError):
         rank: int | None = None,
         phase: str | None = None,
         step: int | None = None,
+        host: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.rank = rank
         self.phase = phase
         self.step = step
+        self.host = host
+        """Of the rank, where a run has several."""
+
+    @property
+    def _facts(self) -> dict[str, int | str | None]:
+        return {"rank": self.rank, "host": self.host, "phase": self.phase, "step": self.step}
 
     def __str__(self) -> str:
-        facts = {"rank": self.rank, "phase": self.phase, "step": self.step}
-        known = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+        known = ", ".join(
+            f"{name} {fact}" for name, fact in self._facts.items() if fact is not None
+        )
         return f"{self.message} ({known})" if known else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = {"rank": self.rank, "phase": self.phase, "step": self.step}
-        return _rebuild_located, (type(self), self.message, facts)
+        return _rebuild_located, (type(self), self.message, self._facts)
 
 
 def _rebuild_located(

@@ -70,15 +70,14 @@ class MeshRanks:
             raise self._lost
         patience = self._limits.of(method, args_by_rank[0])
         sent = self._send(method, args_by_rank, patience.collective_s)
-        waiting = [
-            _translated(future, rank, method, host=self._hosts[rank])
-            for rank, future in enumerate(sent)
-        ]
+        waiting = [_translated(future, rank, method) for rank, future in enumerate(sent)]
         watch = StallWatch(method, num_ranks=self.size, ask=self._status, limit_s=patience.stall_s)
         answers = Answers(method, patience, abort=self._abort, stalled=watch.stalled)
         try:
             results = await answers.all_of(waiting)
         except WorkerLostError as error:
+            if error.rank is not None:
+                error.host = self._hosts[error.rank]
             self._lost = error
             raise
         self._limits.note(method, args_by_rank[0], results)
@@ -201,7 +200,6 @@ async def _translated(
     phase: str,
     *,
     mesh: str = "trainer",
-    host: str | None = None,
 ) -> Any:
     """The result of an endpoint, or the project's error for what Monarch raised."""
     try:
@@ -215,7 +213,6 @@ async def _translated(
         ) from error
     except MonarchSupervisionError as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        where = "" if host is None else f" on host {host}"
         raise WorkerLostError(
-            f"a {mesh} process{where} is gone: {reason}", rank=rank, phase=phase
+            f"a {mesh} process is gone: {reason}", rank=rank, phase=phase
         ) from error

@@ -46,7 +46,7 @@ from .meshes import (
     prepare_controller,
     running_mesh,
 )
-from .rank_logs import RankLogs
+from .rank_logs import RankLogs, controller_log
 from .store import IN_MEMORY, RunStore
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ async def running_services(
     model_dir, checkpoint_folder = model_dir.absolute(), checkpoint_folder.absolute()
     prepare_controller()
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(controller_log(site.logs))
         log_folder = Path(site.logs.folder) if site.logs else None
         hosts = await stack.enter_async_context(running_hosts(site.launch, log_folder=log_folder))
         await _require_shared(hosts, trainers["trainer"], model_dir, checkpoint_folder, site)

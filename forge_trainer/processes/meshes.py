@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 40.0
 """Monarch stops processes only once they have started, which can take half of this."""
+HOST_STOP_TIMEOUT_S = 5.0
+"""The same on hosts, of which one may be lost; those that were started for a run end with it."""
 MAX_MESSAGE_BYTES = 910_737_418_240
 """What torchstore 0.1.2 sets itself for its transfers, with a warning, where it finds nothing."""
 
@@ -186,7 +188,8 @@ async def running_mesh(
     try:
         yield mesh
     finally:
-        await closing(f"{name} processes", lambda: mesh.stop("closed"))
+        timeout_s = STOP_TIMEOUT_S if place.hosts is None else HOST_STOP_TIMEOUT_S
+        await closing(f"{name} processes", lambda: mesh.stop("closed"), timeout_s=timeout_s)
 
 
 async def closing(

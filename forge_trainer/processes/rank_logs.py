@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,31 @@ def set_up_logging(logs: RankLogs | None, *, mesh: str, rank: int) -> None:
         file.setFormatter(logging.Formatter(LINE))
         root.addHandler(file)
         root.setLevel(logs.level)
+
+
+@contextlib.contextmanager
+def controller_log(logs: RankLogs | None) -> Iterator[None]:
+    """The controller's own file, controller.log; what the console gets stays as it is."""
+    if logs is None:
+        yield
+        return
+    root, folder = logging.getLogger(), Path(logs.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(folder / "controller.log")
+    file.setFormatter(logging.Formatter(LINE))
+    level, levels = root.level, {handler: handler.level for handler in root.handlers}
+    for handler in levels:
+        handler.setLevel(max(handler.level, level))
+    root.addHandler(file)
+    root.setLevel(min(level, logging.getLevelNamesMapping()[logs.level]))
+    try:
+        yield
+    finally:
+        root.removeHandler(file)
+        file.close()
+        root.setLevel(level)
+        for handler, before in levels.items():
+            handler.setLevel(before)
 
 
 class _OneLine(logging.StreamHandler):  # type: ignore[type-arg]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import subprocess
 import sys
 from pathlib import Path
+
+from forge_trainer.processes.rank_logs import RankLogs, controller_log
 
 CODE = """
 import logging, sys
@@ -43,3 +47,23 @@ def test_a_level_that_tells_all(tmp_path: Path) -> None:
     file, console = _run(tmp_path, "DEBUG")
     assert "told at DEBUG" in file
     assert "told at DEBUG" not in console
+
+
+def test_the_controller_logs_to_a_file_and_its_console_stays_as_it_is(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    console, before = logging.StreamHandler(written := io.StringIO()), root.level
+    root.addHandler(console)
+    root.setLevel(logging.WARNING)
+    try:
+        with controller_log(RankLogs(str(tmp_path), "INFO")):
+            logging.getLogger("some.module").info("who got what")
+            logging.getLogger("some.module").warning("a warning")
+        logging.getLogger("some.module").info("afterwards")
+    finally:
+        root.removeHandler(console)
+        root.setLevel(before)
+    assert written.getvalue() == "a warning\n"
+    logged = (tmp_path / "controller.log").read_text()
+    assert "who got what" in logged
+    assert "afterwards" not in logged
+    assert console.level == logging.NOTSET

@@ -17,7 +17,12 @@ from forge_trainer.actors.guard import HostFacts, HostGuard, become_guard
 from forge_trainer.actors.trainer import RANKS
 from forge_trainer.config import LaunchConfig, Role
 from forge_trainer.errors import ConfigError
-from forge_trainer.processes.meshes import Place, closing, start_command
+from forge_trainer.processes.meshes import (
+    HOST_STOP_TIMEOUT_S,
+    Place,
+    closing,
+    start_command,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +61,16 @@ class HostGuards:
 
     async def beat(self, every_s: float) -> None:
         """Tell all hosts that the controller lives, for ever."""
+        silent: set[Role] = set()
         while True:
             for role, guards in self._guards.items():
                 try:
                     await asyncio.wait_for(guards.beat.call(), every_s * BEATS_PER_TIMEOUT)
                 except Exception as error:
-                    # Whoever needs that host finds out for himself, and says what was lost.
-                    logger.warning("a host of the %s does not answer: %s", role, error)
+                    # Whoever needs that host finds out, too, and says what was lost.
+                    if role not in silent:
+                        logger.warning("a host of the %s does not answer: %s", role, error)
+                    silent.add(role)
             await asyncio.sleep(every_s)
 
 
@@ -85,7 +93,9 @@ async def guarded(
                 bootstrap_command=functools.partial(start_command, place),
                 name=f"{role}_guard",
             )
-            stack.push_async_callback(closing, f"{role} guards", processes.stop)
+            stack.push_async_callback(
+                closing, f"{role} guards", processes.stop, timeout_s=HOST_STOP_TIMEOUT_S
+            )
             guards[role] = processes.spawn(
                 "guard", HostGuard, launch.orphan_timeout_s, keeps_host=launch.kind == "hosts"
             )
