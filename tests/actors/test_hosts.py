@@ -154,6 +154,26 @@ def test_workers_that_wait_serve_holders_of_a_certificate_alone(tmp_path: Path) 
         assert all(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+def test_workers_that_ssh_starts_end_with_the_run(tmp_path: Path) -> None:
+    """The stand-in runs here what it is asked to run there; machines are loopback addresses."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/bash\nexec setsid bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    launch = {
+        "kind": "ssh",
+        "addresses": {"trainer": ["127.0.0.2"], "generator": ["127.0.0.3"]},
+        "controller_address": "127.0.0.1",
+        "interface": "lo",
+        "port": _free_port(),
+    }
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with controlling(launch, tmp_path, num_ranks=1, environment=environment) as controller:
+        told = controller.told()
+        assert len({told[role][0]["host_pid"] for role in ("trainer", "generator")}) == 2
+        controller.let_go()
+        assert wait_until_gone(_pids(told)) == set()
+
+
 @contextlib.contextmanager
 def waiting_workers(
     addresses: Sequence[str], certificate: dict[str, str], folder: Path

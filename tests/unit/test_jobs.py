@@ -1,0 +1,114 @@
+"""What schedulers are asked for; nothing is submitted."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from monarch.config import configured
+
+from forge_trainer.config import LaunchConfig
+from forge_trainer.errors import ConfigError
+from forge_trainer.processes.hosts import jobs
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Monarch's jobs choose a transport for the whole process."""
+    with configured():
+        yield
+
+
+def _launch(**values: Any) -> LaunchConfig:
+    hosts = {"trainer": 2, "generator": 1}
+    return LaunchConfig.model_validate({"hosts": hosts, "gpus_per_host": 8, **values})
+
+
+def test_slurm_is_asked_for_all_hosts_in_one_job() -> None:
+    launch = _launch(
+        kind="slurm",
+        bind="10.0.0.1",
+        python="/envs/forge/bin/python",
+        slurm={"partition": "train", "account": "rl", "arguments": ["--constraint=h100"]},
+    )
+    job = jobs.slurm_job(launch, None)
+    asked = {
+        "_meshes": {"trainer": 2, "generator": 1},
+        "_python_exe": "/envs/forge/bin/python",
+        "_slurm_args": ["--constraint=h100"],
+        "_partition": "train",
+        "_account": "rl",
+        "_gpus_per_node": 8,
+        "_bind_to": "10.0.0.1",
+        "_job_start_timeout": 600,
+        "_exclusive": True,
+    }
+    assert {name: getattr(job, name) for name in asked} == asked
+
+
+GOLDEN = {
+    "apiVersion": "monarch.pytorch.org/v1alpha1",
+    "kind": "MonarchMesh",
+    "replicas": 2,
+    "port": 26600,
+    "image": "registry.example/forge:1",
+    "limits": {"nvidia.com/gpu": "8"},
+}
+
+
+def test_kubernetes_is_asked_for_a_mesh_of_pods_per_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("kubernetes", reason="uv sync --extra kubernetes").client
+    from monarch._src.job.kubernetes import KubeConfig
+
+    created: list[dict[str, Any]] = []
+
+    def missing(self: Any, **asked: Any) -> None:
+        raise client.exceptions.ApiException(status=404)
+
+    def create(self: Any, **asked: Any) -> None:
+        created.append(asked)
+
+    api = client.CustomObjectsApi
+    monkeypatch.setattr(api, "get_namespaced_custom_object", missing)
+    monkeypatch.setattr(api, "create_namespaced_custom_object", create)
+    pods = {
+        "namespace": "rl",
+        "image": GOLDEN["image"],
+        "resources": GOLDEN["limits"],
+        "labels": {"team": "rl"},
+    }
+    launch = _launch(kind="kubernetes", kubernetes=pods)
+    nowhere = KubeConfig.from_config(client.Configuration(host="http://127.0.0.1:1"))
+    jobs.kubernetes_job(launch, kubeconfig=nowhere).apply()
+    assert [asked["body"]["metadata"]["name"] for asked in created] == ["trainer", "generator"]
+    trainer = created[0]["body"]
+    (container,) = trainer["spec"]["podTemplate"]["spec"]["containers"]
+    assert created[0]["namespace"] == "rl"
+    assert created[0]["plural"] == "monarchmeshes"
+    assert trainer["metadata"]["labels"]["team"] == "rl"
+    assert {
+        "apiVersion": trainer["apiVersion"],
+        "kind": trainer["kind"],
+        "replicas": trainer["spec"]["replicas"],
+        "port": trainer["spec"]["port"],
+        "image": container["image"],
+        "limits": container["resources"]["limits"],
+    } == GOLDEN
+    assert container["resources"]["requests"] == GOLDEN["limits"]
+    assert "run_worker_loop_forever" in " ".join(container["command"])
+
+
+def test_a_controller_that_nobody_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(ConfigError, match="launch.controller_address: this machine calls itself"):
+        jobs.listen_at(LaunchConfig())
+    chosen: list[str] = []
+    monkeypatch.setattr(
+        jobs, "configure", lambda **given: chosen.append(given["default_transport"])
+    )
+    jobs.listen_at(LaunchConfig(controller_address="loopback.example"))
+    jobs.listen_at(LaunchConfig(controller_address="loopback.example"), scheme="tls")
+    # A certificate is for a name.
+    assert chosen == ["tcp://127.0.1.1:0", "tls://loopback.example:0"]
