@@ -434,8 +434,8 @@ def test_two_hundred_versions_leave_memory_and_files_as_they_were() -> None:
                 settled = used()
         assert settled is not None
         memory, files, segments = used()
-        # A version has 2 MB; 200 of them would have 400.
-        assert memory - settled[0] < 2 * 2**20
+        # A version has 2 MB; 200 of them would have 400. Garbage of other tests is some MB.
+        assert memory - settled[0] < 20 * 2**20
         assert (files, segments) == settled[1:]
         writer.close()
         reader.close()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from monarch.config import configured
 
+from forge_trainer.actors.guard import HostFacts
 from forge_trainer.config import LaunchConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.processes.hosts import jobs
+from forge_trainer.processes.hosts.guards import HostGuards, require_address
+from forge_trainer.processes.hosts.launch import Hosts
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +103,50 @@ def test_kubernetes_is_asked_for_a_mesh_of_pods_per_role(monkeypatch: pytest.Mon
     } == GOLDEN
     assert container["resources"]["requests"] == GOLDEN["limits"]
     assert "run_worker_loop_forever" in " ".join(container["command"])
+
+
+class _Guards:
+    """Of two hosts, of which the second sees nothing."""
+
+    def __init__(self) -> None:
+        self.sees = self
+
+    async def call(self, path: str, writable: bool) -> dict[int, bool]:
+        return {0: True, 1: False}
+
+
+def test_a_folder_that_one_host_does_not_see_is_refused_with_its_name(tmp_path: Path) -> None:
+    facts = [HostFacts("node1", "10.0.0.1", 8), HostFacts("node2", "10.0.0.2", 8)]
+    launch = _launch(kind="slurm")
+    guards = HostGuards({"trainer": _Guards()}, {"trainer": facts})
+    hosts = Hosts(launch, {}, guards)
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(hosts.require_shared("trainer.checkpoint_folder", folder))
+    assert "trainer.checkpoint_folder" in str(caught.value)
+    assert "trainer/1 (node2)" in str(caught.value)
+    assert "trainer/0" not in str(caught.value)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("launch", "facts", "message"),
+    [
+        ({"kind": "slurm"}, HostFacts("node1", "127.0.1.1", 8), "calls itself node1, which is"),
+        ({"kind": "slurm"}, HostFacts("node1", None, 8), "has no IPv4 address on its name"),
+        ({"kind": "slurm", "interface": "ib0"}, HostFacts("node1", None, 8), "address on ib0"),
+        ({"kind": "slurm", "interface": "lo"}, HostFacts("node1", "127.0.0.1", 8), None),
+        ({"kind": "slurm"}, HostFacts("node1", "10.0.0.1", 8), None),
+    ],
+)
+def test_a_host_that_others_cannot_reach_is_told_at_the_start(
+    launch: dict[str, Any], facts: HostFacts, message: str | None
+) -> None:
+    if message is None:
+        require_address(_launch(**launch), "trainer/0", facts)
+        return
+    with pytest.raises(ConfigError, match=message):
+        require_address(_launch(**launch), "trainer/0", facts)
 
 
 def test_a_controller_that_nobody_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

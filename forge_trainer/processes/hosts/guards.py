@@ -105,7 +105,7 @@ async def guarded(
         }
         for role, of_hosts in facts.items():
             for number, host in enumerate(of_hosts):
-                _require_address(launch, f"{role}/{number}", host)
+                require_address(launch, f"{role}/{number}", host)
         found = HostGuards(guards, facts)
         beating = asyncio.create_task(found.beat(launch.orphan_timeout_s / BEATS_PER_TIMEOUT))
         try:
@@ -114,8 +114,12 @@ async def guarded(
             beating.cancel()
 
 
-def _require_address(launch: LaunchConfig, name: str, host: HostFacts) -> None:
-    """Ranks on other machines connect to it."""
+def require_address(launch: LaunchConfig, name: str, host: HostFacts) -> None:
+    """Ranks on other machines connect to it.
+
+    Raises:
+        ConfigError: it has no address, or one that only it can reach.
+    """
     if host.address is None:
         raise ConfigError(
             f"launch.interface: host {name} ({host.host}) has no IPv4 address on "
