@@ -79,7 +79,8 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     assert [rank["coordinates"]["dp"] for rank in facts["ranks"]] == [0, 1]
     assert load_config(GrpoConfig, folder / "run_config.yaml").run.steps == 4
     logs = {path.stem: path.read_text() for path in (folder / "logs").iterdir()}
-    assert logs.keys() == {"trainer-0", "trainer-1", "generator-0"}
+    assert logs.keys() == {"controller", "trainer-0", "trainer-1", "generator-0"}
+    assert "trainer: 2 processes on 1 host, CPU, 1 threads each" in logs["controller"]
     assert "INFO forge_trainer.worker: rank 1 of 2 is set up" in logs["trainer-1"]
     _require_trained_model(folder)
 
