@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from forge_trainer.config import (
     AlgorithmConfig,
     GeneratorConfig,
@@ -75,7 +77,7 @@ def check_trainer(
     """
     device = resolve_device(trainer.device, None if gpus is None else len(gpus)).type
     require_memory_snapshots(trainer.profiling, device)
-    require_float8(trainer.float8, device, gpus[0].capability if gpus else None)
+    require_float8(trainer.float8, device, _capability(device, gpus))
     if trainer.engine not in ENGINES:
         find_engine(trainer.engine)
     if trainer.engine == "titan":
@@ -84,6 +86,13 @@ def check_trainer(
     check_trainer_fits_model(trainer, facts)
     require_whole_weights(path)
     return facts
+
+
+def _capability(device: str, gpus: Sequence[Gpu] | None) -> tuple[int, int] | None:
+    """Of the device; None if that is not known from here."""
+    if gpus is None and device == "cuda":
+        return torch.cuda.get_device_capability()
+    return gpus[0].capability if gpus else None
 
 
 def check_generator(

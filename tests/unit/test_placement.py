@@ -60,6 +60,12 @@ def test_meshes_get_devices_in_order_each_its_own() -> None:
     }
 
 
+def test_the_users_own_allocator_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    environment = process_environment(_plan(2)["trainer"], LOCAL)
+    assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+
+
 def test_meshes_that_are_colocated_share() -> None:
     plans = _plan(4, ranks=4, placement={"colocate": ["trainer", "generator"]})
     assert _devices(plans) == {"trainer": [0, 1, 2, 3], "generator": [0]}

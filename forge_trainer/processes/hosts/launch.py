@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ def process_environment(plan: MeshPlan, launch: LaunchConfig) -> dict[str, str]:
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names)}
     if plan.device == "cuda":
         # Rows differ in length, and so do the tensors of one step and the next.
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        environment["PYTORCH_ALLOC_CONF"] = given or "expandable_segments:True"
     return environment | network_environment(launch)
 
 
