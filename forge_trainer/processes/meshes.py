@@ -81,7 +81,9 @@ def spawn_mesh(
     """So many processes on every host, along the axis `ranks`; not waited for."""
     return (place.hosts or this_host()).spawn_procs(
         per_host={RANKS: num_processes},
-        bootstrap=functools.partial(_bootstrap, name, cpu_threads, logs),
+        bootstrap=functools.partial(
+            _bootstrap, name, cpu_threads, logs, takes_output=place.hosts is not None
+        ),
         bootstrap_command=functools.partial(start_command, place),
         name=name,
     )
@@ -99,9 +101,11 @@ def start_command(place: Place, point: Any) -> BootstrapCommand:
     )
 
 
-def _bootstrap(mesh: str, cpu_threads: int, logs: RankLogs | None) -> None:
+def _bootstrap(
+    mesh: str, cpu_threads: int, logs: RankLogs | None, *, takes_output: bool = False
+) -> None:
     """Runs in a new process before any actor is made in it."""
-    set_up_logging(logs, mesh=mesh, rank=current_rank().rank)
+    set_up_logging(logs, mesh=mesh, rank=current_rank().rank, takes_output=takes_output)
     # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
     os.setpgid(0, 0)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

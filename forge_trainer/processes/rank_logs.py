@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +23,13 @@ class RankLogs:
     level: str = "INFO"
 
 
-def set_up_logging(logs: RankLogs | None, *, mesh: str, rank: int) -> None:
-    """Let this process log; without `logs`, only errors to the console."""
+def set_up_logging(
+    logs: RankLogs | None, *, mesh: str, rank: int, takes_output: bool = False
+) -> None:
+    """Let this process log; without `logs`, only errors to the console.
+
+    With `takes_output`, what it prints goes to its file, too: hosts throw it away.
+    """
     root = logging.getLogger()
     console = _OneLine(sys.stderr)
     console.setLevel(logging.ERROR)
@@ -32,10 +38,22 @@ def set_up_logging(logs: RankLogs | None, *, mesh: str, rank: int) -> None:
     if logs is not None:
         folder = Path(logs.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / f"{mesh}-{rank}.log")
+        path = folder / f"{mesh}-{rank}.log"
+        file = logging.FileHandler(path)
         file.setFormatter(logging.Formatter(LINE))
         root.addHandler(file)
         root.setLevel(logs.level)
+        if takes_output:
+            _redirect_output(path)
+
+
+def _redirect_output(path: Path) -> None:
+    """Also what libraries write past Python, such as NCCL."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ def test_grpo_over_three_hosts_learns_until_one_is_killed(tmp_path: Path) -> Non
     """Trainer on two hosts, generator on the third. The lost host is named, the rest ends."""
     folder = tmp_path / "run"
     arguments = ["--config", CONFIG, "--run.folder", str(folder), "--run.steps", "2000"]
+    arguments += ["--algorithm.loss", "tests.e2e.losses:talking_grpo"]
     app = RunningApp("apps.grpo.main", [*arguments, "--trainer.checkpoint_interval", "2"]).start()
     metrics = folder / "metrics.jsonl"
     app.wait_for(metrics)
@@ -37,6 +38,7 @@ def test_grpo_over_three_hosts_learns_until_one_is_killed(tmp_path: Path) -> Non
         "on host trainer/1",
         "on host generator/0",
     ]
+    assert all("said by a rank" in text for text in logged[:2]), "hosts throw it away"
     lost = hosts[1]
     assert lost is not None
     os.kill(lost.pid, signal.SIGKILL)
