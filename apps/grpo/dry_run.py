@@ -12,7 +12,13 @@ from forge_trainer.config import GrpoConfig
 from forge_trainer.controller.checks import check_algorithm, check_models
 from forge_trainer.hf import model_directory
 from forge_trainer.processes.hosts.inventory import find_inventory
-from forge_trainer.processes.hosts.needs import Needs, model_size, needs_of, what_does_not_fit
+from forge_trainer.processes.hosts.needs import (
+    Needs,
+    model_size,
+    needs_of,
+    what_does_not_fit,
+    with_room,
+)
 from forge_trainer.processes.hosts.placement import Placement, plan_placement
 from forge_trainer.types import HostInventory
 
@@ -40,19 +46,22 @@ def dry_run(config: GrpoConfig, inventory: HostInventory | None = None) -> int:
             gpus=inventory.gpus,
         )
         model = model_size(model_dir)
+        if config.launch.kind == "local":
+            with_room(config.weights, model_dir)
+    algorithm = config.algorithm
     needs = needs_of(
         model,
         config.trainers,
         config.generator,
         config.weights,
-        on_one_host=config.launch.kind == "local",
+        rows=algorithm.groups_per_step * algorithm.group_size,
     )
-    problems = what_does_not_fit(needs, plans, inventory, config.weights)
+    problems = what_does_not_fit(needs, plans, inventory)
     console = Console(width=100)
     console.print(_table(plans, needs))
     console.print(
         f"{model.num_parameters:,} parameters; staging {_size(needs.staging)} of the host for each "
-        f"publishing rank; shared memory {_size(needs.shared_memory)}; activations come on top"
+        f"publishing rank; published versions {_size(needs.published)}; activations come on top"
     )
     for problem in problems:
         console.print(f"does not fit: {problem}", soft_wrap=True)

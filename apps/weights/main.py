@@ -67,6 +67,11 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
     from forge_trainer.controller.checks import check_models
     from forge_trainer.run.weight_sources import checkpoint_format
 
+    if config.launch.kind != "local":
+        raise ConfigError(
+            f"launch.kind: {config.launch.kind}, but this app works on one machine; give "
+            "--launch.kind local, and what fits on it"
+        )
     kind = None if checkpoint is None else checkpoint_format(checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
         if checkpoint is not None and kind == "hf":

@@ -13,9 +13,10 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,12 @@ class HostFacts:
     cores: int
 
 
-def become_guard() -> None:
+def become_guard(log_folder: Path | None, role: str) -> None:
     """Runs in a new process before the actor is made in it."""
+    if log_folder is not None:
+        path = log_folder / f"{role}-guard-{current_rank().rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(filename=path, format="%(asctime)s %(levelname)s %(message)s")
     # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
     os.setpgid(0, 0)
 
@@ -49,6 +54,7 @@ class HostGuard(Actor):
         self._timeout_s = timeout_s
         self._keeps_host = keeps_host
         self._heard = time.monotonic()
+        self._host_pid = os.getppid()
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     @concurrent_endpoint
@@ -84,15 +90,15 @@ class HostGuard(Actor):
         logger.error(
             "nothing heard of the controller for %.0f s; this host's processes end", self._timeout_s
         )
-        end_host(keep=self._keeps_host)
+        end_host(self._host_pid, keep=self._keeps_host)
 
 
-def end_host(*, keep: bool) -> None:
-    """End all processes that this one's parent, the host, has started; and, unless `keep`, it.
+def end_host(pid: int, *, keep: bool) -> None:
+    """End all processes that a host, this one's parent, has started; and, unless `keep`, itself.
 
     Without their host, its processes get a signal from the system.
     """
-    host = psutil.Process(os.getppid())
+    host = psutil.Process(pid)
     if not keep:
         host.send_signal(signal.SIGTERM)
         # One that is stopped would not hear it.

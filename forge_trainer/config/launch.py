@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -11,6 +12,11 @@ from .placement import Role
 from .section import Folder, Seconds, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+LOST_HOST_NAMED_S = 12.0
+"""Monarch needs some 10 s on top of the silence."""
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?")
 
 
 class TlsConfig(Section):
@@ -121,8 +127,14 @@ class LaunchConfig(Section):
     @model_validator(mode="after")
     def addresses_can_be_used(self) -> Self:
         places = [place for given in self.addresses.values() for place in given]
-        if len(set(places)) < len(places) or not all(places):
-            raise ValueError(f"addresses: {places} must name every host once")
+        if len(set(places)) < len(places) or not all(places) or not all(self.addresses.values()):
+            raise ValueError(f"addresses: {self.addresses} must name hosts, each of them once")
+        for place in places if self.kind == "ssh" else ():
+            if not HOST_NAME.fullmatch(place):
+                raise ValueError(
+                    f"addresses: {place!r} is not the name or address of a machine; other settings "
+                    "of ssh belong into its config file"
+                )
         for place in places if self.kind == "hosts" else ():
             parts = urlsplit(place)
             if parts.scheme not in ("tcp", "tls") or not parts.hostname or not parts.port:
@@ -135,9 +147,26 @@ class LaunchConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def a_lost_host_is_named_before_others_end(self) -> Self:
+        if self.orphan_timeout_s < self.lost_host_s + LOST_HOST_NAMED_S:
+            raise ValueError(
+                f"orphan_timeout_s: {self.orphan_timeout_s} must be at least lost_host_s + "
+                f"{LOST_HOST_NAMED_S:.0f}, or other hosts end before a lost one is named"
+            )
+        return self
+
+    @model_validator(mode="after")
     def options_are_of_use(self) -> Self:
         if self.kind == "processes" and self.gpus_per_host:
             raise ValueError("gpus_per_host: kind: processes is a stand-in, which uses no GPU")
+        away = ("hosts", "ssh", "slurm", "kubernetes")
+        of_no_use = {
+            "local": ("python", "controller_address", "interface"),
+            "processes": ("controller_address",),
+        }
+        for name in of_no_use.get(self.kind, ()):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is for kinds {', '.join(away)}, and kind is {self.kind}")
         kinds = {"tls": "hosts", "kubernetes": "kubernetes", "slurm": "slurm", "bind": "slurm"}
         for name, kind in kinds.items():
             if getattr(self, name) != type(self).model_fields[name].default and self.kind != kind:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -32,15 +31,4 @@ class PlacementConfig(Section):
                 raise ValueError(f"devices.{role}: {devices} must name some GPUs, each once")
         if len(self.colocate) == 1 or len(set(self.colocate)) < len(self.colocate):
             raise ValueError(f"colocate: {self.colocate} must name two meshes or more, each once")
-        return self
-
-    @model_validator(mode="after")
-    def shared_devices_are_named_as_such(self) -> Self:
-        for one, other in itertools.combinations(self.devices, 2):
-            both = set(self.devices[one]) & set(self.devices[other])
-            if both and not {one, other} <= set(self.colocate):
-                raise ValueError(
-                    f"devices: {one} and {other} both have {sorted(both)}; give others, or write "
-                    f"colocate: [{one}, {other}] if they shall share them"
-                )
         return self

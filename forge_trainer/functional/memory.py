@@ -34,9 +34,9 @@ def trainer_memory(model: ModelSize, config: TrainerConfig) -> dict[str, int]:
     whole = parameters // model_parts
     needed = {"weights": parameters // shards, "rope": _rope(model, config)}
     if shards > model_parts:
-        # FSDP gathers the layer that is computed, and the next one.
-        compute = WIDTH[config.compute_dtype] * model.num_parameters // model_parts
-        needed["gathered layers"] = 2 * compute // model.num_layers
+        # FSDP gathers the layer that is computed, and the next one; a stage has whole layers.
+        layers = 2 * WIDTH[config.compute_dtype] * model.num_parameters // layout.tensor
+        needed["gathered layers"] = layers // model.num_layers
     # The numbers, their exponentials and their gradients, in float32.
     chunk = min(config.logprob_chunk_tokens, _tokens_per_microbatch(config))
     needed["logits chunk"] = 3 * 4 * chunk * model.vocab_size // layout.tensor
@@ -48,14 +48,17 @@ def trainer_memory(model: ModelSize, config: TrainerConfig) -> dict[str, int]:
 
 
 def generator_memory(
-    model: ModelSize, config: GeneratorConfig, weights: WeightsConfig
+    model: ModelSize, config: GeneratorConfig, weights: WeightsConfig, *, rows: int
 ) -> dict[str, int]:
-    """Bytes on the device of the generator, by what they are for; its cache comes on top."""
-    tokens = config.batch_size * config.max_completion_tokens
+    """Bytes on the device of the generator, by what they are for; its cache comes on top.
+
+    `rows` are the completions that it is asked for at once.
+    """
+    tokens = min(config.batch_size, rows) * config.max_completion_tokens
     return {
         "weights": WIDTH[config.dtype or weights.dtype] * model.num_parameters,
-        # Those of a batch, as they are sampled from, and their log-softmax.
-        "logits": 2 * 4 * tokens * model.vocab_size,
+        # Those of a batch as they were sampled from, joined and scaled, and their log-softmax.
+        "logits": 3 * 4 * tokens * model.vocab_size,
     }
 
 
@@ -65,8 +68,9 @@ def staging_memory(model: ModelSize, config: TrainerConfig, weights: WeightsConf
     return WIDTH[weights.dtype] * model.num_parameters // shards
 
 
-def shared_memory(model: ModelSize, weights: WeightsConfig) -> int:
-    """Bytes in the folder of shared memory: all versions that stay, and the one on its way."""
+def published_memory(model: ModelSize, weights: WeightsConfig) -> int:
+    """Bytes of all versions that stay, and the one on its way: in the folder of shared memory, or
+    in torchstore's volumes, which share them."""
     return (weights.keep_versions + 1) * WIDTH[weights.dtype] * model.num_parameters
 
 

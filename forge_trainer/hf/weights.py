@@ -37,11 +37,14 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, tupl
 
 
 def count_parameters(path: Path) -> int:
-    """Numbers in the directory's safetensors files; a tied tensor is in there once."""
+    """Numbers in the directory's safetensors files, those of the index where there is one."""
     from safetensors import safe_open
 
+    index = path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
+    files = {path / name for name in listed} or set(path.glob("*.safetensors"))
     total = 0
-    for file in sorted(path.glob("*.safetensors")):
+    for file in files:
         with safe_open(str(file), framework="pt") as opened:
             total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
     return total

@@ -135,8 +135,10 @@ class MeshRanks:
 class GeneratorHandle:
     """Keeps the `Generator` protocol over one generator actor."""
 
-    def __init__(self, actor: GeneratorActor) -> None:
+    def __init__(self, actor: GeneratorActor, *, host: str | None = None) -> None:
+        """`host` is its name in messages, None where there is one."""
         self._actor: Any = actor
+        self._host = host
 
     async def can_reach(self, token: str) -> bool:
         """True if its process sees that file."""
@@ -191,7 +193,11 @@ class GeneratorHandle:
         )
 
     async def _call(self, send: Callable[[], Awaitable[Any]], phase: str) -> Any:
-        return await _translated(send(), 0, phase, mesh="generator")
+        try:
+            return await _translated(send(), 0, phase, mesh="generator")
+        except WorkerLostError as error:
+            error.host = self._host
+            raise
 
 
 async def _translated(

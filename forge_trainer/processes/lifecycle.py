@@ -137,6 +137,7 @@ async def running_services(
             generator.model_copy(update={"device": plans[GENERATOR].device}),
             weights,
             model_dir,
+            hosts.names(plans[GENERATOR])[0],
         )
         opened = {"trainer": await store.open([ranks["trainer"], generating])}
         if reference is not None:
@@ -177,8 +178,12 @@ def _trainers(trainer: TrainerConfig, reference: TrainerConfig | None) -> dict[R
 
 
 def on_device(config: TrainerConfig, plan: MeshPlan) -> TrainerConfig:
-    """What the ranks are told: nobody guesses a device any more."""
-    return config.model_copy(update={"device": plan.device, "cpu_threads": plan.cpu_threads})
+    """What the ranks are told: nobody guesses a device, or where a relative path begins."""
+    profiling = config.profiling
+    if profiling.folder is not None:
+        profiling = profiling.model_copy(update={"folder": str(Path(profiling.folder).absolute())})
+    changes = {"device": plan.device, "cpu_threads": plan.cpu_threads, "profiling": profiling}
+    return config.model_copy(update=changes)
 
 
 async def _require_shared(
@@ -240,6 +245,11 @@ def _spawn_ranks(
 
 
 def _spawn_generator(
-    mesh: ProcMesh, config: GeneratorConfig, weights: WeightsConfig, model_dir: Path
+    mesh: ProcMesh,
+    config: GeneratorConfig,
+    weights: WeightsConfig,
+    model_dir: Path,
+    host: str | None,
 ) -> GeneratorHandle:
-    return GeneratorHandle(mesh.spawn("generator", GeneratorActor, config, weights, str(model_dir)))
+    actor = mesh.spawn("generator", GeneratorActor, config, weights, str(model_dir))
+    return GeneratorHandle(actor, host=host)

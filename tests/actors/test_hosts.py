@@ -119,7 +119,9 @@ def test_processes_find_their_devices_and_hosts(tmp_path: Path) -> None:
 
 
 def test_hosts_end_by_themselves_when_their_controller_is_killed(tmp_path: Path) -> None:
-    with controlling({**PROCESSES, "orphan_timeout_s": 3}, tmp_path) as controller:
+    with controlling(
+        {**PROCESSES, "lost_host_s": 1, "orphan_timeout_s": 13}, tmp_path
+    ) as controller:
         told = controller.told()
         everybody = _pids(told) | descendants(controller.process.pid)
         assert len(everybody) > len(_pids(told)), "the guards"

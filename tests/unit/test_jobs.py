@@ -86,8 +86,11 @@ def test_kubernetes_is_asked_for_a_mesh_of_pods_per_role(monkeypatch: pytest.Mon
     }
     launch = _launch(kind="kubernetes", kubernetes=pods)
     nowhere = KubeConfig.from_config(client.Configuration(host="http://127.0.0.1:1"))
-    jobs.kubernetes_job(launch, kubeconfig=nowhere).apply()
-    assert [asked["body"]["metadata"]["name"] for asked in created] == ["trainer", "generator"]
+    jobs.kubernetes_job(launch, "a1b2", kubeconfig=nowhere).apply()
+    assert [asked["body"]["metadata"]["name"] for asked in created] == [
+        "trainera1b2",
+        "generatora1b2",
+    ]
     trainer = created[0]["body"]
     (container,) = trainer["spec"]["podTemplate"]["spec"]["containers"]
     assert created[0]["namespace"] == "rl"
@@ -157,7 +160,11 @@ def test_a_controller_that_nobody_reaches_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         jobs, "configure", lambda **given: chosen.append(given["default_transport"])
     )
-    jobs.listen_at(LaunchConfig(controller_address="loopback.example"))
-    jobs.listen_at(LaunchConfig(controller_address="loopback.example"), scheme="tls")
+    given = _launch(kind="slurm", controller_address="loopback.example")
+    jobs.listen_at(given)
+    jobs.listen_at(given, scheme="tls")
     # A certificate is for a name.
     assert chosen == ["tcp://127.0.1.1:0", "tls://loopback.example:0"]
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "0.0.0.0")
+    with pytest.raises(ConfigError, match="is no address of this machine"):
+        jobs.listen_at(given)

@@ -45,8 +45,19 @@ def test_layouts_share_and_what_is_frozen_has_no_optimizer() -> None:
 
 def test_a_generator_holds_the_logits_of_a_batch() -> None:
     config = GeneratorConfig(batch_size=2, max_completion_tokens=10)
-    found = generator_memory(QWEN3_8B, config, Weights(dtype="bfloat16"))
-    assert found == {"weights": 2 * QWEN3_8B.num_parameters, "logits": 2 * 4 * 20 * 151_936}
+    found = generator_memory(QWEN3_8B, config, Weights(dtype="bfloat16"), rows=64)
+    assert found == {"weights": 2 * QWEN3_8B.num_parameters, "logits": 3 * 4 * 20 * 151_936}
+    found = generator_memory(QWEN3_8B, config, Weights(dtype="bfloat16"), rows=1)
+    assert found["logits"] == 3 * 4 * 10 * 151_936
+
+
+def test_a_pipeline_stage_gathers_layers_as_large_as_any() -> None:
+    layout = ParallelConfig(pipeline=4)
+    whole, staged = (
+        trainer_memory(QWEN3_8B, TrainerConfig(num_ranks=8, parallel=parallel))
+        for parallel in (ParallelConfig(), layout)
+    )
+    assert staged["gathered layers"] == whole["gathered layers"]
 
 
 def test_parameters_are_counted_in_the_files(tiny_qwen3: Path) -> None:
@@ -64,7 +75,7 @@ def test_a_dry_run_says_what_fits_and_starts_nothing(
     small = HostInventory(tuple(Gpu(str(i), memory_bytes=10_000_000) for i in range(3)), 4, 10**12)
     assert dry_run(_config(tmp_path), small) == DOES_NOT_FIT
     printed = capsys.readouterr().out
-    assert "does not fit: GPU 0 has 0.0 GB, trainer need 0.0 GB and activations" in printed
+    assert "does not fit: GPU 0 has 0.0 GB; it needs 0.0 GB and activations for trainer" in printed
     assert "GPU 2" not in printed
     large = HostInventory(tuple(Gpu(str(i), memory_bytes=10**10) for i in range(3)), 4, 10**12)
     assert dry_run(_config(tmp_path), large) == FITS

@@ -56,6 +56,7 @@ def test_meshes_get_devices_in_order_each_its_own() -> None:
     assert _devices(plans) == {"trainer": [0, 1, 2, 3], "reference": [4, 5], "generator": [6]}
     assert process_environment(plans["reference"], LOCAL) == {
         "CUDA_VISIBLE_DEVICES": "4,5",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
 
@@ -71,6 +72,20 @@ def test_meshes_that_are_colocated_share() -> None:
     assert _devices(plans) == {"trainer": [0, 1, 2, 3], "generator": [0]}
     plans = _plan(5, ranks=2, reference=4, placement={"colocate": ["reference", "trainer"]})
     assert _devices(plans) == {"trainer": [0, 1], "reference": [0, 1, 2, 3], "generator": [4]}
+
+
+def test_who_is_colocated_goes_where_the_other_was_put() -> None:
+    shared = {"colocate": ["trainer", "generator"], "devices": {"generator": [2]}}
+    assert _devices(_plan(4, ranks=4, placement=shared)) == {
+        "trainer": [2, 0, 1, 3],
+        "generator": [2],
+    }
+
+
+def test_on_other_hosts_the_same_numbers_are_other_devices() -> None:
+    launch = LaunchConfig(kind="slurm", hosts={"trainer": 1, "generator": 1}, gpus_per_host=2)
+    named = {"devices": {"trainer": [0, 1], "generator": [0]}}
+    assert _devices(_plan(2, ranks=2, launch=launch, placement=named)) == named["devices"]
 
 
 def test_devices_can_be_named() -> None:
@@ -125,6 +140,7 @@ def test_too_few_devices_are_told_in_a_table() -> None:
         ({"devices": {"trainer": [0]}}, "2 .* 0$"),
         ({"devices": {"trainer": [0, 9]}}, "0, 9"),
         ({"devices": {"reference": [3]}}, "placement.devices: reference is named, but this run"),
+        ({"devices": {"trainer": [0, 1], "generator": [1]}}, "trainer and generator both have .1."),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(placement: dict[str, Any], message: str) -> None:
@@ -136,7 +152,6 @@ def test_devices_that_do_not_fit_are_refused(placement: dict[str, Any], message:
     ("placement", "message"),
     [
         ({"devices": {"trainer": [0, 0]}}, "each once"),
-        ({"devices": {"trainer": [0], "generator": [0]}}, "both have \\[0\\]"),
         ({"devices": {"trainer": [-1]}}, "greater than or equal to 0"),
         ({"colocate": ["trainer"]}, "two meshes or more"),
         ({"colocate": ["trainer", "critic"]}, "'trainer', 'reference' or 'generator'"),
@@ -223,7 +238,11 @@ def test_hosts_on_this_machine_share_its_cores() -> None:
         ({"kind": "ssh", "hosts": {"trainer": 1}}, "hosts says nothing to kind: ssh"),
         ({"kind": "hosts", "addresses": {"trainer": ["node1"]}}, "not of the form tls://"),
         ({"kind": "hosts", "addresses": {"trainer": ["tls://a:1"]}}, "but tls is not given"),
-        ({"kind": "ssh", "addresses": {"trainer": ["a", "a"]}}, "name every host once"),
+        ({"kind": "ssh", "addresses": {"trainer": ["a", "a"]}}, "each of them once"),
+        ({"kind": "ssh", "addresses": {"trainer": ["a"], "generator": []}}, "each of them once"),
+        ({"kind": "ssh", "addresses": {"trainer": ["me@a"]}}, "not the name or address"),
+        ({"python": "/bin/python"}, "python is for kinds"),
+        ({"kind": "slurm", "hosts": {"trainer": 1}, "orphan_timeout_s": 5}, "at least lost_host_s"),
         ({"kind": "kubernetes", "hosts": {"trainer": 1}}, "kubernetes is missing"),
         ({"slurm": {"partition": "p"}}, "slurm is for kind: slurm"),
         ({"kind": "slurm", "hosts": {"trainer": 1}, "slurm": {"arguments": ["x"]}}, "dash"),

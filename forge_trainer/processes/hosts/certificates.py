@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from forge_trainer.config import TlsConfig
 from forge_trainer.errors import ConfigError
@@ -15,9 +16,15 @@ def use_certificates(tls: TlsConfig | None) -> None:
     Does nothing without any, or if they are in use already.
 
     Raises:
-        ConfigError: Monarch has been imported already, and would not see them.
+        ConfigError: a file is missing, or Monarch has been imported already, and would not see
+            them.
     """
-    if tls is None or _in_use(tls):
+    if tls is None:
+        return
+    for name, file in tls.model_dump().items():
+        if not Path(file).is_file():
+            raise ConfigError(f"launch.tls.{name}: {file} is not a file")
+    if _in_use(tls):
         return
     if "monarch" in sys.modules:
         raise ConfigError(

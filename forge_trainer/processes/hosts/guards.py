@@ -7,6 +7,7 @@ import contextlib
 import functools
 import ipaddress
 import logging
+import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,22 +62,27 @@ class HostGuards:
 
     async def beat(self, every_s: float) -> None:
         """Tell all hosts that the controller lives, for ever."""
-        silent: set[Role] = set()
+        # Side by side: who is silent must not keep the others from hearing.
+        await asyncio.gather(
+            *(self._beat(role, guards, every_s) for role, guards in self._guards.items())
+        )
+
+    async def _beat(self, role: Role, guards: Any, every_s: float) -> None:
+        was_told = False
         while True:
-            for role, guards in self._guards.items():
-                try:
-                    await asyncio.wait_for(guards.beat.call(), every_s * BEATS_PER_TIMEOUT)
-                except Exception as error:
-                    # Whoever needs that host finds out, too, and says what was lost.
-                    if role not in silent:
-                        logger.warning("a host of the %s does not answer: %s", role, error)
-                    silent.add(role)
+            try:
+                await asyncio.wait_for(guards.beat.call(), every_s)
+            except Exception as error:
+                # Whoever needs that host finds out, too, and says what was lost.
+                if not was_told:
+                    logger.warning("a host of the %s does not answer: %r", role, error)
+                was_told = True
             await asyncio.sleep(every_s)
 
 
 @contextlib.asynccontextmanager
 async def guarded(
-    launch: LaunchConfig, hosts: Mapping[Role, HostMesh]
+    launch: LaunchConfig, hosts: Mapping[Role, HostMesh], log_folder: Path | None = None
 ) -> AsyncIterator[HostGuards]:
     """Guards on all hosts.
 
@@ -89,7 +95,7 @@ async def guarded(
             place = Place(mesh, role, {"CUDA_VISIBLE_DEVICES": ""}, launch.python)
             processes: ProcMesh = mesh.spawn_procs(
                 per_host={RANKS: 1},
-                bootstrap=become_guard,
+                bootstrap=functools.partial(become_guard, log_folder, role),
                 bootstrap_command=functools.partial(start_command, place),
                 name=f"{role}_guard",
             )
@@ -99,10 +105,7 @@ async def guarded(
             guards[role] = processes.spawn(
                 "guard", HostGuard, launch.orphan_timeout_s, keeps_host=launch.kind == "hosts"
             )
-        facts = {
-            role: list((await one.look.call(launch.interface)).values())
-            for role, one in guards.items()
-        }
+        facts = {role: await _look(role, one, launch) for role, one in guards.items()}
         for role, of_hosts in facts.items():
             for number, host in enumerate(of_hosts):
                 require_address(launch, f"{role}/{number}", host)
@@ -112,6 +115,17 @@ async def guarded(
             yield found
         finally:
             beating.cancel()
+
+
+async def _look(role: Role, guards: Any, launch: LaunchConfig) -> list[HostFacts]:
+    try:
+        return list((await guards.look.call(launch.interface)).values())
+    except Exception as error:
+        raise ConfigError(
+            f"launch: the hosts of the {role} start no processes; is "
+            f"{launch.python or sys.executable} there, with this project in it (launch.python)? "
+            f"{str(error).strip().splitlines()[-1]}"
+        ) from error
 
 
 def require_address(launch: LaunchConfig, name: str, host: HostFacts) -> None:

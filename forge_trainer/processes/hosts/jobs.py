@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 from monarch._src.job.job import SSHJob
 from monarch.actor import HostMesh, attach_to_workers
-from monarch.config import configure
+from monarch.config import configure, configured
 from monarch.job import JobTrait, ProcessJob, SlurmJob
 
 from forge_trainer.config import LaunchConfig, Role
@@ -40,6 +41,8 @@ async def start_hosts(launch: LaunchConfig, log_folder: Path | None) -> AsyncIte
         ConfigError: they cannot be had, or not within `launch.start_timeout_s`.
     """
     async with contextlib.AsyncExitStack() as stack:
+        # Whatever is chosen for these hosts is not for what comes after them.
+        stack.enter_context(configured())
         try:
             meshes = _STARTERS[launch.kind](launch, log_folder, stack)
             async with asyncio.timeout(launch.start_timeout_s):
@@ -49,7 +52,9 @@ async def start_hosts(launch: LaunchConfig, log_folder: Path | None) -> AsyncIte
             raise
         except TimeoutError as error:
             raise ConfigError(
-                f"launch: the hosts did not answer within start_timeout_s={launch.start_timeout_s}"
+                "launch: the hosts did not answer within start_timeout_s="
+                f"{launch.start_timeout_s}; do their names lead to addresses that this machine "
+                "reaches, and this one's (launch.controller_address) to one that they reach?"
             ) from error
         except Exception as error:
             raise ConfigError(f"launch: no hosts by kind: {launch.kind}: {error}") from error
@@ -110,13 +115,16 @@ def _ssh(
 def _kubernetes(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
-    job = kubernetes_job(launch)
+    run = secrets.token_hex(3)
+    job = kubernetes_job(launch, run)
     listen_at(launch)
-    return _meshes_of(job, launch, stack)
+    return _meshes_of(job, launch, stack, name_end=run)
 
 
-def kubernetes_job(launch: LaunchConfig, **options: Any) -> Any:
+def kubernetes_job(launch: LaunchConfig, run: str, **options: Any) -> Any:
     """A MonarchMesh of pods per role; not created yet. `options` are of Monarch's KubernetesJob.
+
+    `run` ends the names of meshes: one of the same name would be taken over from another run.
 
     Raises:
         ConfigError: the package `kubernetes` is not installed.
@@ -132,7 +140,8 @@ def kubernetes_job(launch: LaunchConfig, **options: Any) -> Any:
     job = KubernetesJob(pods.namespace, timeout=int(launch.start_timeout_s), **options)
     for role, number in launch.hosts.items():
         image = ImageSpec(pods.image, dict(pods.resources))
-        job.add_mesh(role, number, image_spec=image, labels=dict(pods.labels) or None)
+        name = f"{role}{run}"
+        job.add_mesh(name, number, image_spec=image, labels=dict(pods.labels) or None)
     return job
 
 
@@ -152,10 +161,12 @@ def _waiting_workers(
     return meshes
 
 
-def _meshes_of(job: JobTrait, launch: LaunchConfig, stack: contextlib.AsyncExitStack) -> HostMeshes:
+def _meshes_of(
+    job: JobTrait, launch: LaunchConfig, stack: contextlib.AsyncExitStack, *, name_end: str = ""
+) -> HostMeshes:
     stack.callback(job.kill)
     state = job.state(cached_path=None)
-    return {role: cast(HostMesh, getattr(state, role)) for role in launch.num_hosts}
+    return {role: cast(HostMesh, getattr(state, role + name_end)) for role in launch.num_hosts}
 
 
 def listen_at(launch: LaunchConfig, *, scheme: str = "tcp") -> None:
@@ -176,6 +187,8 @@ def listen_at(launch: LaunchConfig, *, scheme: str = "tcp") -> None:
             f"launch.controller_address: this machine calls itself {name}, which is {address} "
             "here, where no other machine reaches it; give the name or address that hosts can use"
         )
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ConfigError(f"launch.controller_address: {name} is no address of this machine alone")
     # A certificate is for a name; without one, the address needs no look-up by others.
     configure(default_transport=f"{scheme}://{name if scheme == 'tls' else address}:0")
 

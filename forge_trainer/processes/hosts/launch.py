@@ -77,6 +77,8 @@ def process_environment(plan: MeshPlan, launch: LaunchConfig) -> dict[str, str]:
     """What a process finds before Python starts: its GPUs alone, and how to reach others."""
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names)}
     if plan.device == "cuda":
+        # In the order in which they were counted.
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         # Rows differ in length, and so do the tensors of one step and the next.
         given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         environment["PYTORCH_ALLOC_CONF"] = given or "expandable_segments:True"
@@ -111,7 +113,7 @@ async def running_hosts(launch: LaunchConfig, *, log_folder: Path | None) -> Asy
             )
         )
         meshes = await stack.enter_async_context(start_hosts(launch, log_folder))
-        guards = await stack.enter_async_context(guarded(launch, meshes))
+        guards = await stack.enter_async_context(guarded(launch, meshes, log_folder))
         for role, facts in guards.facts.items():
             logger.info("hosts of the %s: %s", role, ", ".join(fact.host for fact in facts))
         yield Hosts(launch, meshes, guards)

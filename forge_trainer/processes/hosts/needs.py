@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from forge_trainer.errors import ConfigError
 from forge_trainer.functional.memory import (
     ModelSize,
     generator_memory,
-    shared_memory,
+    published_memory,
     staging_memory,
     trainer_memory,
 )
@@ -36,8 +36,8 @@ class Needs:
     """On its device, by what it is for."""
     staging: int
     """Of the host, for each trainer rank that publishes."""
-    shared_memory: int
-    """0 where weights travel in another way."""
+    published: int
+    """Of the trainer's hosts together: versions in shared memory, or in torchstore's volumes."""
 
 
 def model_size(path: Path) -> ModelSize:
@@ -58,43 +58,49 @@ def needs_of(
     generator: GeneratorConfig,
     weights: WeightsConfig,
     *,
-    on_one_host: bool,
+    rows: int,
 ) -> Needs:
-    """What processes, hosts and shared memory must hold, activations and caches aside."""
+    """What processes and hosts must hold, activations and caches aside.
+
+    `rows` are the completions that the generator is asked for at once.
+    """
     per_process: dict[Role, Mapping[str, int]] = {
         role: trainer_memory(model, config) for role, config in trainers.items()
     }
-    per_process["generator"] = generator_memory(model, generator, weights)
-    shares = on_one_host and weights.transport != "torchstore"
+    per_process["generator"] = generator_memory(model, generator, weights, rows=rows)
     return Needs(
         per_process,
         staging=staging_memory(model, trainers["trainer"], weights),
-        shared_memory=shared_memory(model, weights) if shares else 0,
+        published=published_memory(model, weights),
     )
 
 
-def what_does_not_fit(
-    needs: Needs, plans: Placement, inventory: HostInventory, weights: WeightsConfig
-) -> list[str]:
+def what_does_not_fit(needs: Needs, plans: Placement, inventory: HostInventory) -> list[str]:
     """A line for everything that is known to be too small."""
-    problems = []
+    problems: list[str] = []
+    for hosts in sorted({plan.hosts for plan in plans.values()}):
+        there = {role: plan for role, plan in plans.items() if plan.hosts == hosts}
+        problems += _gpus_that_are_too_small(needs, there, inventory)
+        asked = sum(_host_bytes(needs, plan) for plan in there.values())
+        if inventory.memory_bytes is not None and asked > inventory.memory_bytes:
+            problems.append(
+                f"a host of the {hosts} has {inventory.memory_bytes / GB:.1f} GB of memory, what "
+                f"is on it needs {asked / GB:.1f} GB"
+            )
+    return problems
+
+
+def _gpus_that_are_too_small(
+    needs: Needs, plans: Placement, inventory: HostInventory
+) -> Iterator[str]:
     for index, gpu in enumerate(inventory.gpus):
         there = [role for role, plan in plans.items() if index in plan.devices]
         asked = sum(sum(needs.per_process[role].values()) for role in there)
         if gpu.memory_bytes is not None and asked > gpu.memory_bytes:
-            problems.append(
-                f"GPU {index} has {gpu.memory_bytes / GB:.1f} GB, {' and '.join(there)} need "
-                f"{asked / GB:.1f} GB and activations"
+            yield (
+                f"GPU {index} has {gpu.memory_bytes / GB:.1f} GB; it needs {asked / GB:.1f} GB "
+                f"and activations for {' and '.join(there)}"
             )
-    on_hosts = sum(_host_bytes(needs, plan) for plan in plans.values()) + needs.shared_memory
-    if inventory.memory_bytes is not None and on_hosts > inventory.memory_bytes:
-        problems.append(
-            f"a host has {inventory.memory_bytes / GB:.1f} GB of memory, its processes need "
-            f"{on_hosts / GB:.1f} GB"
-        )
-    if (problem := _lack_of_shared_memory(needs.shared_memory, weights)) is not None:
-        problems.append(problem)
-    return problems
 
 
 def with_room(weights: WeightsConfig, model_dir: Path) -> WeightsConfig:
@@ -105,7 +111,7 @@ def with_room(weights: WeightsConfig, model_dir: Path) -> WeightsConfig:
     """
     if weights.transport == "torchstore":
         return weights
-    problem = _lack_of_shared_memory(shared_memory(model_size(model_dir), weights), weights)
+    problem = _lack_of_shared_memory(published_memory(model_size(model_dir), weights), weights)
     if problem is None:
         return weights
     if weights.transport == "shared_memory" or weights.shared_memory_folder is not None:
@@ -128,8 +134,9 @@ def _lack_of_shared_memory(needed: int, weights: WeightsConfig) -> str | None:
 def _host_bytes(needs: Needs, plan: MeshPlan) -> int:
     """Of one host's memory."""
     on_cpu = sum(needs.per_process[plan.role].values()) if plan.device == "cpu" else 0
-    staging = needs.staging if plan.role == "trainer" else 0
-    return plan.per_host * (on_cpu + staging)
+    if plan.role != "trainer":
+        return plan.per_host * on_cpu
+    return plan.per_host * (on_cpu + needs.staging) + needs.published // plan.num_hosts
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,9 +123,11 @@ def _deal(
     wanted: Mapping[Role, int], placement: PlacementConfig, available: int, host: Role
 ) -> dict[Role, tuple[int, ...]]:
     """GPUs of each host for the meshes there, in order; those that are colocated share."""
+    named = {role: placement.devices[role] for role in wanted if role in placement.devices}
+    _refuse_overlap(named, placement)
     dealt: dict[Role, tuple[int, ...]] = {}
-    taken = {i for role in wanted for i in placement.devices.get(role, ())}
-    shared: list[int] = []
+    taken = {i for devices in named.values() for i in devices}
+    shared = sorted({i for role in named if role in placement.colocate for i in named[role]})
     for role, number in wanted.items():
         if role in placement.devices:
             given = tuple(placement.devices[role])
@@ -140,6 +143,16 @@ def _deal(
     if too_few or any(i >= available for given in dealt.values() for i in given):
         raise ConfigError(_table(wanted, dealt, available, host))
     return dealt
+
+
+def _refuse_overlap(named: Mapping[Role, Sequence[int]], placement: PlacementConfig) -> None:
+    for one, other in itertools.combinations(named, 2):
+        both = sorted(set(named[one]) & set(named[other]))
+        if both and not {one, other} <= set(placement.colocate):
+            raise ConfigError(
+                f"placement.devices: {one} and {other} both have {both}; give others, or write "
+                f"colocate: [{one}, {other}] if they shall share them"
+            )
 
 
 def _table(
