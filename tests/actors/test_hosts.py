@@ -159,7 +159,7 @@ def test_workers_that_wait_serve_holders_of_a_certificate_alone(tmp_path: Path) 
 def test_workers_that_ssh_starts_end_with_the_run(tmp_path: Path) -> None:
     """The stand-in runs here what it is asked to run there; machines are loopback addresses."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/bash\nexec setsid bash -c "${@: -1}"\n')
+    ssh.write_text('#!/bin/bash\nexec setsid --wait bash -c "${@: -1}" > /dev/null 2>&1\n')
     ssh.chmod(0o755)
     launch = {
         "kind": "ssh",
