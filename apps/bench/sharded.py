@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from forge_trainer.config import TrainerConfig
 from forge_trainer.pieces import WeightPiece
-from forge_trainer.status import EngineFacts
+from forge_trainer.status import EngineFacts, Progress
 from forge_trainer.types import (
     EngineForwardBackward,
     LossFn,
@@ -48,6 +48,7 @@ class ShardedTensors:
     def __init__(self, config: TrainerConfig, model_dir: Path, world: World) -> None:
         self._model_dir = model_dir
         self._world = world
+        self.progress = Progress()
         self.step = 0
         self.accumulated = (0, 0)
         self._chosen = 0
@@ -94,6 +95,12 @@ class ShardedTensors:
 
     def weight_pieces(self, *, dtype: torch.dtype) -> Iterator[WeightPiece]:
         return iter(self._pieces[self._chosen])
+
+    def bound_collectives(self, timeout_s: float) -> None:
+        """Nobody hangs here."""
+
+    def abort(self) -> None:
+        """Nobody waits for it."""
 
     def close(self) -> None:
         dist.destroy_process_group()

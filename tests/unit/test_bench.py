@@ -10,7 +10,10 @@ import pytest
 
 from apps.bench import main as bench
 from apps.bench.measure import Spread, interleaved, ratios
+from apps.bench.sharded import ShardedTensors
 from apps.bench.suites import logprobs
+from forge_trainer.config import TrainerConfig
+from forge_trainer.types import World
 
 
 def test_pairs_are_taken_in_turn_and_the_first_ones_dropped() -> None:
@@ -42,3 +45,11 @@ def test_a_suite_writes_its_ratios(
     assert values["time_over_materialised"].keys() == {"median", "min", "max", "n"}
     assert values["time_over_materialised"]["n"] == 3
     assert "forward and" in capsys.readouterr().out
+
+
+def test_the_engine_of_the_weights_suite_has_what_a_worker_calls_by_itself(tmp_path: Path) -> None:
+    """The suite broke when the protocol got these, and no test ran it."""
+    engine = ShardedTensors(TrainerConfig(device="cpu"), tmp_path, World())
+    engine.progress.begin()
+    engine.bound_collectives(60.0)
+    engine.abort()
