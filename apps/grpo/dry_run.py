@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from apps.grpo.fits import checked_model, placed
 from forge_trainer.config import GrpoConfig
-from forge_trainer.controller.checks import check_algorithm, check_models
-from forge_trainer.hf import model_directory
+from forge_trainer.controller.checks import check_algorithm
 from forge_trainer.processes.hosts.inventory import find_inventory
 from forge_trainer.processes.hosts.needs import (
     Needs,
@@ -19,7 +19,7 @@ from forge_trainer.processes.hosts.needs import (
     what_does_not_fit,
     with_room,
 )
-from forge_trainer.processes.hosts.placement import Placement, plan_placement
+from forge_trainer.processes.hosts.placement import Placement
 from forge_trainer.types import HostInventory
 
 FITS, DOES_NOT_FIT = 0, 2
@@ -33,18 +33,9 @@ def dry_run(config: GrpoConfig, inventory: HostInventory | None = None) -> int:
     """
     inventory = inventory or find_inventory(config.launch)
     check_algorithm(config.algorithm)
-    plans = plan_placement(
-        config.trainers, config.generator, config.placement, config.launch, inventory
-    )
+    plans = placed(config, inventory)
     with tempfile.TemporaryDirectory() as scratch:
-        model_dir = model_directory(config.model, Path(scratch), seed=config.run.seed)
-        check_models(
-            model_dir,
-            config.trainers.values(),
-            config.generator,
-            config.weights,
-            gpus=inventory.gpus,
-        )
+        model_dir = checked_model(config, Path(scratch), inventory)
         model = model_size(model_dir)
         if config.launch.kind == "local":
             with_room(config.weights, model_dir)

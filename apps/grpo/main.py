@@ -45,19 +45,17 @@ def start(config: GrpoConfig) -> None:
     import shutil
     import tempfile
 
+    from apps.grpo.fits import checked_model, placed
     from forge_trainer.config.load import dump_config
     from forge_trainer.controller.checks import (
         check_algorithm,
         check_checkpoint_folder,
-        check_models,
         check_port,
         check_prompts,
     )
     from forge_trainer.data.prompts import make_task
-    from forge_trainer.hf import model_directory
     from forge_trainer.processes.hosts.certificates import use_certificates
     from forge_trainer.processes.hosts.inventory import find_inventory
-    from forge_trainer.processes.hosts.placement import plan_placement
     from forge_trainer.run.run_folder import (
         CONFIG_FILE,
         MODEL_FOLDER,
@@ -70,21 +68,14 @@ def start(config: GrpoConfig) -> None:
     check_algorithm(config.algorithm)
     check_checkpoint_folder(config.trainer)
     inventory = find_inventory(config.launch)
-    plan_placement(config.trainers, config.generator, config.placement, config.launch, inventory)
+    placed(config, inventory)
     if config.launch.kind == "local":
         check_port(config.trainer)
     refuse_places_of_the_run(config)
     task = make_task(config.task, seed=config.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
-        model_dir = model_directory(config.model, Path(scratch), seed=config.run.seed)
-        check_models(
-            model_dir,
-            config.trainers.values(),
-            config.generator,
-            config.weights,
-            gpus=inventory.gpus,
-        )
+        model_dir = checked_model(config, Path(scratch), inventory)
         task = check_prompts(task, model_dir, config.generator)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)

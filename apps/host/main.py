@@ -16,7 +16,8 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from forge_trainer.config.launch import worker_address
 
 OK, BAD_ARGUMENT = 0, 2
 
@@ -49,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(address: str, certificates: dict[str, str | None]) -> None:
     """Raises ValueError for what is no address, has no certificates, or listens everywhere."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("tcp", "tls") or not parts.hostname or not parts.port:
-        raise ValueError("must be of the form tls://HOST:PORT")
+    parts = worker_address(address)
     missing = [f"--{name}" for name, file in certificates.items() if file is None]
     if parts.scheme == "tls" and missing:
         raise ValueError(f"tls needs {', '.join(missing)}")
@@ -61,7 +60,7 @@ def _check(address: str, certificates: dict[str, str | None]) -> None:
         if file is not None and not Path(file).is_file():
             raise ValueError(f"--{name} {file} is not a file")
     try:
-        found = ipaddress.ip_address(socket.gethostbyname(parts.hostname))
+        found = ipaddress.ip_address(socket.gethostbyname(str(parts.hostname)))
     except OSError as error:
         raise ValueError(f"{parts.hostname} has no address here ({error.strerror})") from error
     if found.is_unspecified and parts.scheme == "tcp":

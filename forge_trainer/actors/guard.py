@@ -30,7 +30,6 @@ class HostFacts:
     host: str
     address: str | None
     """IPv4 of its name, or of the interface that was asked for."""
-    cores: int
 
 
 def become_guard(log_folder: Path | None, role: str) -> None:
@@ -61,11 +60,7 @@ class HostGuard(Actor):
     async def look(self, interface: str | None) -> HostFacts:
         """What the host says of itself; with an interface, its address there."""
         self._heard = time.monotonic()
-        return HostFacts(
-            host=socket.gethostname(),
-            address=_address(interface),
-            cores=len(psutil.Process().cpu_affinity() or ()),
-        )
+        return HostFacts(host=socket.gethostname(), address=_address(interface))
 
     @concurrent_endpoint
     async def beat(self) -> None:

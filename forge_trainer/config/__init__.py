@@ -9,7 +9,7 @@ from .launch import KubernetesConfig, LaunchConfig, SlurmConfig, TlsConfig
 from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
-from .placement import ROLES, PlacementConfig, Role
+from .placement import PlacementConfig, Role
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -29,7 +29,6 @@ __all__ = [
     "ParamGroupConfig",
     "PlacementConfig",
     "ProfilingConfig",
-    "ROLES",
     "ReferenceConfig",
     "ReportingConfig",
     "Role",

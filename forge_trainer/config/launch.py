@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, IPvAnyAddress, PositiveInt, model_validator
 
@@ -17,6 +17,14 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 LOST_HOST_NAMED_S = 12.0
 """Monarch needs some 10 s on top of the silence."""
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?")
+
+
+def worker_address(address: str) -> SplitResult:
+    """The parts of tls://HOST:PORT or tcp://HOST:PORT; ValueError for anything else."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("tcp", "tls") or not parts.hostname or not parts.port:
+        raise ValueError(f"address {address!r} is not of the form tls://HOST:PORT")
+    return parts
 
 
 class TlsConfig(Section):
@@ -136,10 +144,7 @@ class LaunchConfig(Section):
                     "of ssh belong into its config file"
                 )
         for place in places if self.kind == "hosts" else ():
-            parts = urlsplit(place)
-            if parts.scheme not in ("tcp", "tls") or not parts.hostname or not parts.port:
-                raise ValueError(f"addresses: {place!r} is not of the form tls://HOST:PORT")
-            if (parts.scheme == "tls") != (self.tls is not None):
+            if (worker_address(place).scheme == "tls") != (self.tls is not None):
                 raise ValueError(
                     f"addresses: {place!r}, but tls is {'given' if self.tls else 'not given'}; "
                     "certificates belong to tls:// addresses, and these need them"

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 from .section import Section
 
 Role = Literal["trainer", "reference", "generator"]
-ROLES: tuple[Role, ...] = ("trainer", "reference", "generator")
-"""The meshes of a run, in the order in which they are given devices."""
+"""The meshes of a run."""
 
 
 class PlacementConfig(Section):

@@ -80,19 +80,6 @@ class Site:
     inventory: HostInventory | None = None
     """Of each host; None finds out."""
 
-    def plan(self, trainers: Mapping[Role, TrainerConfig], generator: GeneratorConfig) -> Placement:
-        """Who gets what.
-
-        Raises:
-            ConfigError: with a table of what was asked and what is there.
-        """
-        found = self.gpus_and_cores()
-        return plan_placement(trainers, generator, self.placement, self.launch, found)
-
-    def gpus_and_cores(self) -> HostInventory:
-        """Of each host."""
-        return self.inventory or find_inventory(self.launch)
-
 
 @contextlib.asynccontextmanager
 async def running_services(
@@ -112,8 +99,9 @@ async def running_services(
             or shared memory is asked for and cannot be had.
     """
     trainers = _trainers(trainer, reference)
-    plans = site.plan(trainers, generator)
-    check_models(model_dir, trainers.values(), generator, weights, gpus=site.gpus_and_cores().gpus)
+    inventory = site.inventory or find_inventory(site.launch)
+    plans = plan_placement(trainers, generator, site.placement, site.launch, inventory)
+    check_models(model_dir, trainers.values(), generator, weights, gpus=inventory.gpus)
     for config in trainers.values():
         if site.launch.kind == "local":
             check_port(config)

@@ -53,3 +53,4 @@ def test_the_engine_of_the_weights_suite_has_what_a_worker_calls_by_itself(tmp_p
     engine.progress.begin()
     engine.bound_collectives(60.0)
     engine.abort()
+    assert engine.progress.microbatch == 0

@@ -119,7 +119,7 @@ class _Guards:
 
 
 def test_a_folder_that_one_host_does_not_see_is_refused_with_its_name(tmp_path: Path) -> None:
-    facts = [HostFacts("node1", "10.0.0.1", 8), HostFacts("node2", "10.0.0.2", 8)]
+    facts = [HostFacts("node1", "10.0.0.1"), HostFacts("node2", "10.0.0.2")]
     launch = _launch(kind="slurm")
     guards = HostGuards({"trainer": _Guards()}, {"trainer": facts})
     hosts = Hosts(launch, {}, guards)
@@ -135,11 +135,11 @@ def test_a_folder_that_one_host_does_not_see_is_refused_with_its_name(tmp_path: 
 @pytest.mark.parametrize(
     ("launch", "facts", "message"),
     [
-        ({"kind": "slurm"}, HostFacts("node1", "127.0.1.1", 8), "calls itself node1, which is"),
-        ({"kind": "slurm"}, HostFacts("node1", None, 8), "has no IPv4 address on its name"),
-        ({"kind": "slurm", "interface": "ib0"}, HostFacts("node1", None, 8), "address on ib0"),
-        ({"kind": "slurm", "interface": "lo"}, HostFacts("node1", "127.0.0.1", 8), None),
-        ({"kind": "slurm"}, HostFacts("node1", "10.0.0.1", 8), None),
+        ({"kind": "slurm"}, HostFacts("node1", "127.0.1.1"), "calls itself node1, which is"),
+        ({"kind": "slurm"}, HostFacts("node1", None), "has no IPv4 address on its name"),
+        ({"kind": "slurm", "interface": "ib0"}, HostFacts("node1", None), "address on ib0"),
+        ({"kind": "slurm", "interface": "lo"}, HostFacts("node1", "127.0.0.1"), None),
+        ({"kind": "slurm"}, HostFacts("node1", "10.0.0.1"), None),
     ],
 )
 def test_a_host_that_others_cannot_reach_is_told_at_the_start(
