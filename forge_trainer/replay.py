@@ -55,7 +55,7 @@ class Replay:
 
         Ahead means that training has gone back to a checkpoint since.
         """
-        versions = [episode.completion.policy_version for episode in group]
+        versions = [episode.policy_version for episode in group]
         return (
             policy_version - min(versions) > self._max_policy_age or max(versions) > policy_version
         )
@@ -74,4 +74,4 @@ class Replay:
 
 
 def _oldest_version(group: Group) -> int:
-    return min(episode.completion.policy_version for episode in group)
+    return min(episode.policy_version for episode in group)

@@ -3,13 +3,14 @@
 Nothing here imports torch. `load` reads files and command lines.
 """
 
-from .algorithm import AlgorithmConfig, TaskConfig
-from .generation import GeneratorConfig
+from .algorithm import AlgorithmConfig
 from .launch import KubernetesConfig, LaunchConfig, SlurmConfig, TlsConfig
 from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
+from .rollout.generation import GeneratorConfig
+from .rollout.task import TaskConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig

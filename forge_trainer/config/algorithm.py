@@ -1,4 +1,4 @@
-"""What is learned: the task, the loss, and how batches are made."""
+"""What is learned: the loss, and how batches are made."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from .section import Section
 
 RL_LOSSES = ("importance_sampling", "reinforce", "ppo", "grpo", "dapo", "cispo", "gspo", "dro")
-
-
-class TaskConfig(Section):
-    """Where prompts come from and how completions are judged."""
-
-    name: str = "larger_digit"
-    """`larger_digit`, or `reasoning_gym/<dataset>` such as `reasoning_gym/chain_sum`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the task, e.g. min_terms for reasoning_gym/chain_sum."""
-    reward: str | None = None
-    """A reward's name or "package.module:function"; None takes the task's own."""
 
 
 class AlgorithmConfig(Section):

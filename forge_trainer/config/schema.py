@@ -7,12 +7,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from .algorithm import AlgorithmConfig, TaskConfig
-from .generation import GeneratorConfig
+from .algorithm import AlgorithmConfig
 from .launch import LaunchConfig
 from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
 from .placement import PlacementConfig, Role
+from .rollout.generation import GeneratorConfig
+from .rollout.task import TaskConfig
 from .section import Folder, Section, Seed
 from .trainer import ProfilingConfig, TrainerConfig
 from .weights import WeightsConfig

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forge_trainer.types import Episode, TrainSequence
+from forge_trainer.types.arrays import as_array
 
 from .advantages import group_advantages
 
@@ -17,15 +16,20 @@ from .advantages import group_advantages
 def group_sequences(
     episodes_G: Sequence[Episode], *, divide_by_std: bool, per_sequence_mean: bool
 ) -> list[TrainSequence]:
-    """One sequence per episode: prompt and completion, every completion token a target.
+    """A sequence per transcript; what the model sampled is a target, and nothing else.
 
-    With `per_sequence_mean`, each token weighs 1/|o_i|, so that a sum over sequences is a sum
-    of means (use normalize="sequences").
+    With `per_sequence_mean`, each token weighs 1/|o_i|, where o_i is all that was sampled in its
+    episode, so that a sum over sequences is a sum of means (use normalize="sequences").
+    Episodes that are excluded give nothing, and count in nobody's advantage.
     """
-    advantages_G = group_advantages([e.reward for e in episodes_G], divide_by_std=divide_by_std)
+    counted = [episode for episode in episodes_G if not episode.excluded]
+    if not counted:
+        return []
+    advantages = group_advantages([e.reward for e in counted], divide_by_std=divide_by_std)
     return [
-        _episode_sequence(episode, advantage, per_sequence_mean)
-        for episode, advantage in zip(episodes_G, advantages_G, strict=True)
+        sequence
+        for episode, advantage in zip(counted, advantages, strict=True)
+        for sequence in _sequences_of(episode, advantage, per_sequence_mean)
     ]
 
 
@@ -45,26 +49,17 @@ def deal_minibatches(
         yield from (order[start : start + size] for start in range(0, size * minibatches, size))
 
 
-def _episode_sequence(episode: Episode, advantage: float, per_sequence_mean: bool) -> TrainSequence:
-    completion = episode.completion
-    num_prompt, num_targets = len(completion.prompt_token_ids), len(completion.token_ids)
-    weight = 1.0 / num_targets if per_sequence_mean else 1.0
-    prompt_zeros = np.zeros(num_prompt, np.float32)
-
-    def after_prompt(values: Any) -> NDArray[np.float32]:
-        """Zeros for the prompt, then the values."""
-        return np.concatenate([prompt_zeros, np.asarray(values, np.float32)])
-
-    return TrainSequence(
-        token_ids=np.concatenate(
-            [
-                np.asarray(completion.prompt_token_ids, np.int32),
-                np.asarray(completion.token_ids, np.int32),
-            ]
-        ),
-        loss_mask=np.arange(num_prompt + num_targets) >= num_prompt,
-        advantages=after_prompt(np.full(num_targets, advantage)),
-        generator_logprobs=after_prompt(completion.logprobs),
-        token_weights=after_prompt(np.full(num_targets, weight)),
-        temperature=completion.temperature,
-    )
+def _sequences_of(
+    episode: Episode, advantage: float, per_sequence_mean: bool
+) -> Iterator[TrainSequence]:
+    weight = 1.0 / episode.num_sampled if per_sequence_mean else 1.0
+    for transcript in episode.transcripts:
+        sampled = as_array(transcript.sampled)
+        yield TrainSequence(
+            token_ids=transcript.token_ids,
+            loss_mask=sampled,
+            advantages=np.where(sampled, np.float32(advantage), np.float32(0)),
+            generator_logprobs=transcript.logprobs,
+            token_weights=np.where(sampled, np.float32(weight), np.float32(0)),
+            temperature=transcript.temperature,
+        )

@@ -127,9 +127,9 @@ class TransformersModel:
                 token_ids=ids[:length],
                 logprobs=logprobs[:length],
                 text=str(self._tokenizer.decode(ids[:length], skip_special_tokens=True)),
-                policy_version=policy_version,
+                policy_versions=np.full(length, policy_version, np.int32),
                 temperature=sampling.temperature,
-                stopped=bool(end.size),
+                stop_reason="stop" if end.size else "length",
             )
             for prompt, ids, logprobs, end in zip(rows, new_ids, new_logprobs, ends, strict=True)
             for length in [int(end[0]) + 1 if end.size else len(ids)]

@@ -6,6 +6,7 @@ take the place of what ships: another engine, another transport, another generat
 """
 
 from .engine import Engine
+from .environment import Environment
 from .generator import Generator
 from .trainer import Trainer
 from .weights import ArrivedWeights, WeightsReading, WeightStore
@@ -13,6 +14,7 @@ from .weights import ArrivedWeights, WeightsReading, WeightStore
 __all__ = [
     "ArrivedWeights",
     "Engine",
+    "Environment",
     "Generator",
     "Trainer",
     "WeightStore",

@@ -46,10 +46,10 @@ class RolloutsFile:
                 {
                     "step": row["step"],
                     "prompt": episode.prompt.text,
-                    "completion": episode.completion.text,
+                    "completion": episode.text,
                     "answer": episode.prompt.answer,
                     "reward": episode.reward,
-                    "policy_version": episode.completion.policy_version,
+                    "policy_version": episode.policy_version,
                 },
             )
 

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from forge_trainer.data.prompts import Task
 from forge_trainer.protocols import Generator
-from forge_trainer.types import Completion, Episode, Prompt, RewardFn, SamplingParams
+from forge_trainer.types import (
+    Completion,
+    Episode,
+    Message,
+    Prompt,
+    RewardFn,
+    SamplingParams,
+    Transcript,
+)
 
 from .pipeline import Pipeline
 
@@ -41,7 +49,14 @@ def judge_group(
 ) -> list[Episode]:
     """One episode per completion."""
     return [
-        Episode(prompt, completion, float(reward(completion.text, prompt)), group_id)
+        Episode(
+            prompt,
+            (Transcript.of_completion(completion),),
+            float(reward(completion.text, prompt)),
+            group_id,
+            status="completed" if completion.stopped else "truncated_completion",
+            messages=(Message("user", prompt.text), Message("assistant", completion.text)),
+        )
         for completion in completions_G
     ]
 

@@ -204,11 +204,11 @@ def batch_metrics(
     mixed = sum(len({episode.reward for episode in group}) > 1 for group in groups)
     row: dict[str, float] = {
         "step": optim[-1].step,
-        "policy_version": min(e.completion.policy_version for e in episodes),
+        "policy_version": min(e.policy_version for e in episodes),
         "reward/mean": _mean([e.reward for e in episodes]),
         "reward/groups_with_signal": mixed / len(groups),
-        "rollout/completion_tokens": _mean([len(e.completion.token_ids) for e in episodes]),
-        "rollout/stopped": _mean([float(e.completion.stopped) for e in episodes]),
+        "rollout/completion_tokens": _mean([e.num_sampled for e in episodes]),
+        "rollout/stopped": _mean([float(e.status == "completed") for e in episodes]),
         "trainer/loss": values.pop("loss/mean"),
         "trainer/grad_norm": _mean([one.grad_norm for one in optim]),
         "trainer/learning_rate": optim[-1].learning_rate,
@@ -231,7 +231,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _num_tokens(groups: Sequence[Sequence[Episode]]) -> int:
-    return sum(
-        len(e.completion.prompt_token_ids) + len(e.completion.token_ids)
-        for e in episodes_of(groups)
-    )
+    return sum(episode.num_tokens for episode in episodes_of(groups))

@@ -6,6 +6,8 @@ Axes in names: B rows, T positions, V vocabulary, G members of a group.
 from .calls import CallTicket, World
 from .checkpoints import CheckpointFormat, CheckpointInfo, SaveRequest
 from .devices import Gpu, HostInventory
+from .generation import Completion, GenerationRequest, SamplingParams
+from .messages import Message, MessageRole, Opening, Reply, StopReason, ToolCall
 from .results import (
     EngineForwardBackward,
     ForwardBackwardResult,
@@ -14,7 +16,7 @@ from .results import (
     OptimStepResult,
     TrainStepResult,
 )
-from .rollouts import Completion, Episode, Prompt, RewardFn, SamplingParams
+from .rollouts import Episode, EpisodeStatus, GroupRewardFn, Prompt, RewardFn, Transcript
 from .training import (
     PER_TOKEN_FIELDS,
     LossFn,
@@ -32,23 +34,33 @@ __all__ = [
     "Completion",
     "EngineForwardBackward",
     "Episode",
+    "EpisodeStatus",
     "ForwardBackwardResult",
     "ForwardResult",
+    "GenerationRequest",
     "Gpu",
+    "GroupRewardFn",
     "HostInventory",
     "LossFn",
     "LossOutput",
+    "Message",
+    "MessageRole",
     "MicrobatchOutput",
     "Normalize",
+    "Opening",
     "OptimParams",
     "OptimStepResult",
     "PER_TOKEN_FIELDS",
     "Prompt",
+    "Reply",
     "RewardFn",
     "SamplingParams",
     "SaveRequest",
+    "StopReason",
+    "ToolCall",
     "TrainBatch",
     "TrainSequence",
     "TrainStepResult",
+    "Transcript",
     "World",
 ]

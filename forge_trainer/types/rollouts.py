@@ -1,13 +1,28 @@
-"""What goes to a generator and comes back judged: prompts, completions, episodes."""
+"""What rollout makes: prompts, transcripts of what was said in tokens, judged episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from .arrays import EqualByValue, PerToken
-from .numbers import require_number
+import numpy as np
+
+from .arrays import EqualByValue, PerToken, as_array
+from .generation import Completion
+from .messages import Message
+
+EpisodeStatus = Literal[
+    "completed",
+    "truncated_completion",
+    "truncated_tokens",
+    "truncated_turns",
+    "truncated_time",
+    "truncated_tool_calls",
+    "failed",
+]
+"""How an episode ended: the environment was done; the last completion was cut at its limit; a limit
+on the episode's tokens, turns, seconds or tool calls; something raised, hung or gave no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,47 +33,98 @@ class Prompt:
     answer: str
     task: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How completions are sampled. Top-p and top-k are absent: they make the ratio a lie."""
-
-    max_completion_tokens: int
-    temperature: float = 1.0
-    num_completions: int = 1
-    """Completions per prompt (the group size G)."""
-
-    def __post_init__(self) -> None:
-        """Raises DataError for values that nothing can be sampled with."""
-        for name in ("max_completion_tokens", "temperature", "num_completions"):
-            require_number(name, getattr(self, name), lambda x: x > 0, "above 0")
+    messages: tuple[Message, ...] = ()
+    """A whole conversation to go on from; empty: one user message, the text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion(EqualByValue):
-    """What a generator answers, with the log-probs of the distribution it was sampled from."""
+class Transcript(EqualByValue):
+    """The L tokens of one training sequence, and which of them the model sampled.
 
-    prompt_token_ids: PerToken
+    An episode has one, and another wherever a chat template rewrites earlier turns.
+    """
+
     token_ids: PerToken
+    """[L] int32"""
+    sampled: PerToken
+    """[L] bool: tokens that the model sampled. They alone are targets."""
     logprobs: PerToken
-    """One per completion token, in nats, at `temperature`."""
-    text: str
-    policy_version: int
+    """[L] float32, in nats, at `temperature`; 0 where not sampled."""
+    policy_versions: PerToken
+    """[L] int32: of the weights that a token was sampled with; -1 where not sampled."""
     temperature: float
-    stopped: bool
-    """True: ended by a stop token. False: cut at the length limit."""
+
+    @property
+    def num_sampled(self) -> int:
+        return int(as_array(self.sampled).sum())
+
+    @property
+    def policy_version(self) -> int:
+        """Of its oldest sampled token."""
+        return int(as_array(self.policy_versions)[as_array(self.sampled)].min())
+
+    @classmethod
+    def of_completion(cls, completion: Completion) -> Transcript:
+        """A prompt and what was sampled after it."""
+        num_prompt = len(completion.prompt_token_ids)
+        L = num_prompt + len(completion.token_ids)
+        logprobs, versions = np.zeros(L, np.float32), np.full(L, -1, np.int32)
+        logprobs[num_prompt:] = as_array(completion.logprobs)
+        versions[num_prompt:] = as_array(completion.policy_versions)
+        token_ids = [as_array(completion.prompt_token_ids), as_array(completion.token_ids)]
+        return cls(
+            token_ids=np.concatenate(token_ids).astype(np.int32),
+            sampled=np.arange(L) >= num_prompt,
+            logprobs=logprobs,
+            policy_versions=versions,
+            temperature=completion.temperature,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A completion with its reward; episodes of one prompt share `group_id`."""
+    """A prompt and all that came of it, judged. Those of one prompt share `group_id`."""
 
     prompt: Prompt
-    completion: Completion
+    transcripts: tuple[Transcript, ...]
+    """In the order of turns; empty for one that failed before anything was sampled."""
     reward: float
+    """The weighted sum of `rewards`, or what its status is worth."""
     group_id: int
+    status: EpisodeStatus = "completed"
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """By name, unweighted."""
+    messages: tuple[Message, ...] = ()
+    """The whole conversation."""
+    num_turns: int = 1
+    """Messages of the model's."""
+    excluded: bool = False
+    """True: reported, but neither trained on nor counted in its group's advantages."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of its environment and its rollout, by name."""
+
+    @property
+    def policy_version(self) -> int:
+        """Of its oldest token."""
+        return min(transcript.policy_version for transcript in self.transcripts)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(transcript.num_sampled for transcript in self.transcripts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on, prompts included."""
+        return sum(len(transcript.token_ids) for transcript in self.transcripts)
+
+    @property
+    def text(self) -> str:
+        """What the model said, turn by turn."""
+        return "\n".join(m.content for m in self.messages if m.role == "assistant")
 
 
 RewardFn = Callable[[str, Prompt], float]
 """(completion text, its prompt) -> reward"""
+GroupRewardFn = Callable[[Sequence[str], Prompt], Sequence[float]]
+"""(the completion texts of a group, their prompt) -> a reward for each"""

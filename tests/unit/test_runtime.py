@@ -44,7 +44,7 @@ def test_rollout_runs_ahead_by_exactly_the_allowed_age(max_policy_age: int) -> N
         nonlocal version
         for step in range(steps):
             groups = await pipeline.take()
-            ages.extend(step - group[0].completion.policy_version for group in groups)
+            ages.extend(step - group[0].policy_version for group in groups)
             await asyncio.sleep(0.01)
             version = step + 1
             await pipeline.finish_batch(step=step + 1)

@@ -14,13 +14,16 @@ from forge_trainer.functional.rewards import exact_match, resolve_reward, starts
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.functional.sequences import group_sequences
 from forge_trainer.replay import Replay
-from forge_trainer.types import Completion, Episode, Prompt, TrainSequence
+from forge_trainer.types import Completion, Episode, Message, Prompt, TrainSequence, Transcript
 from tests.data import same_numbers
 
 
 def episode(reward: float, *, version: int = 0, group_id: int = 0) -> Episode:
-    completion = Completion((1, 2), (3, 4, 5), (-1.0, -2.0, -3.0), "x", version, 0.7, True)
-    return Episode(Prompt("3,7:", "7"), completion, reward, group_id)
+    versions = (version,) * 3
+    completion = Completion((1, 2), (3, 4, 5), (-1.0, -2.0, -3.0), versions, "x", 0.7, "stop")
+    transcript = Transcript.of_completion(completion)
+    messages = (Message("user", "3,7:"), Message("assistant", "x"))
+    return Episode(Prompt("3,7:", "7"), (transcript,), reward, group_id, messages=messages)
 
 
 def test_advantages_are_centred_and_scaled() -> None:
@@ -119,7 +122,7 @@ def test_replay_hands_out_the_oldest_first() -> None:
         replay.add([episode(0.0, version=version)])
     versions = []
     while taken := replay.take(1, policy_version=2):
-        versions.append(taken[0][0].completion.policy_version)
+        versions.append(taken[0][0].policy_version)
     assert versions == [0, 1, 2]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from .section import Section, Seed
+from ..section import Section, Seed
 
 
 class GeneratorConfig(Section):

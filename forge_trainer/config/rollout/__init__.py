@@ -1,0 +1,1 @@
+"""What can be configured of rollouts: the task, its environment, the generators."""

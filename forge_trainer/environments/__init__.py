@@ -1,0 +1,1 @@
+"""Tasks to act in: renderer, limits, rewards, and the rollout of one episode."""
