@@ -9,6 +9,7 @@ from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
+from .rollout.asynchrony import AsyncConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
@@ -18,6 +19,7 @@ from .weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AsyncConfig",
     "GeneratorConfig",
     "GrpoConfig",
     "KubernetesConfig",

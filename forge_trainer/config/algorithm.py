@@ -28,9 +28,6 @@ class AlgorithmConfig(Section):
     """GRPO's division by the group's standard deviation; False is Dr. GRPO."""
     normalize: Literal["tokens", "sequences"] = "tokens"
     """Mean over all target tokens, or over sequences of each sequence's own mean."""
-    max_policy_age: Annotated[int, Field(ge=0)] = 0
-    """Updates a completion's weights may be behind when training on its batch begins; 0 is
-    on-policy, but for later epochs and minibatches of the same batch."""
 
     @field_validator("loss")
     @classmethod

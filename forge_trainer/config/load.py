@@ -42,7 +42,7 @@ def print_help(schema: type[BaseModel], prog: str, usage: str) -> None:
 
 def dump_config(config: BaseModel, path: Path) -> None:
     """Write the resolved config as YAML that `load_config` reads back."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False))
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -103,7 +103,8 @@ def _cli_source(schema: type[BaseModel], prog: str, arguments: list[str]) -> Cli
 
 
 def _collect_keys(schema: type[BaseModel], prefix: str, known: set[str]) -> None:
-    for name, info in schema.model_fields.items():
+    for field, info in schema.model_fields.items():
+        name = info.alias or field
         known.add(prefix + name)
         annotation = info.annotation
         options = [annotation, *getattr(annotation, "__args__", ())]

@@ -12,6 +12,7 @@ from .launch import LaunchConfig
 from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
 from .placement import PlacementConfig, Role
+from .rollout.asynchrony import AsyncConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .section import Folder, Section, Seed
@@ -65,6 +66,7 @@ class GrpoConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     task: TaskConfig = TaskConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     reporting: ReportingConfig = ReportingConfig()
     launch: LaunchConfig = LaunchConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -145,12 +147,6 @@ class GrpoConfig(Section):
             raise ValueError(
                 f"trainer.checkpoint_interval: {trainer.checkpoint_interval} is beyond "
                 f"run.steps={steps}, so no checkpoint would be written beside training"
-            )
-        if 0 < algorithm.max_policy_age < algorithm.updates_per_batch:
-            raise ValueError(
-                f"algorithm.max_policy_age: {algorithm.max_policy_age}, but a batch makes epochs * "
-                f"minibatches = {algorithm.updates_per_batch} updates, so nothing could be sampled "
-                f"ahead; give 0, or at least {algorithm.updates_per_batch}"
             )
         if "loss" in trainer.compile and ":" in algorithm.loss:
             raise ValueError(

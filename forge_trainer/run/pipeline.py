@@ -1,73 +1,71 @@
-"""What the rollout loop and the train loop share: the replay, and who may go on when."""
+"""What the rollout loop and the train loop share: the replay, and who waits for what."""
 
 from __future__ import annotations
 
 import asyncio
 
-from forge_trainer.replay import Group, Replay
+from forge_trainer.replay import Batch, Group, Replay
 
 
 class Pipeline:
-    """Lets rollout run ahead of training as far as the replay's staleness limit allows.
+    """The replay with somebody to wake when it changes."""
 
-    Groups sampled now, at the generator's version v, are trained on from a later step s. They may
-    be made if s - v is within the limit, where s counts the updates of the batch being trained
-    and of the full batches that wait.
-    """
-
-    def __init__(
-        self,
-        replay: Replay,
-        *,
-        groups_per_step: int,
-        max_policy_age: int,
-        updates_per_batch: int = 1,
-    ) -> None:
-        self._replay = replay
-        self._groups_per_step = groups_per_step
-        self._updates_per_batch = updates_per_batch
-        self._max_policy_age = max_policy_age
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
         self._changed = asyncio.Condition()
         self._step = 0
-        self._generator_version = 0
-        self._is_training = False
+        self._ended = False
+        self._sampling: dict[int, asyncio.Task[None]] = {}
 
-    async def wait_to_sample(self) -> None:
-        """Return once groups sampled now would be fresh when they are trained on."""
+    async def admit(self) -> int:
+        """Wait for a free slot; the number of the group that it is for."""
         async with self._changed:
-            await self._changed.wait_for(self._may_sample)
-
-    def _may_sample(self) -> bool:
-        waiting = self._replay.num_fresh(self._step) // self._groups_per_step
-        batches = int(self._is_training) + waiting
-        trained_at = self._step + batches * self._updates_per_batch
-        return trained_at - self._generator_version <= self._max_policy_age
-
-    async def add(self, groups: list[Group]) -> None:
-        """Hand over sampled groups."""
-        async with self._changed:
-            for group in groups:
-                self._replay.add(group)
-            self._changed.notify_all()
-
-    async def take(self) -> list[Group]:
-        """Wait for the groups of one batch; it counts as being trained until `finish_batch`."""
-        async with self._changed:
-            while (taken := self._replay.take(self._groups_per_step, self._step)) is None:
+            while (index := self.replay.admit()) is None:
                 await self._changed.wait()
-            self._is_training = True
-            self._changed.notify_all()
-            return taken
+            return index
 
-    async def finish_batch(self, *, step: int) -> None:
+    def watch(self, index: int, task: asyncio.Task[None]) -> None:
+        """Cancel `task` if its group is given up."""
+        self._sampling[index] = task
+        task.add_done_callback(lambda _: self._sampling.pop(index, None))
+
+    async def add(self, index: int, group: Group) -> None:
+        """Hand over a finished group."""
+        async with self._changed:
+            self.replay.add(index, group)
+            self._changed.notify_all()
+
+    async def discard(self, index: int) -> None:
+        """A group will not come."""
+        async with self._changed:
+            self.replay.discard(index)
+            self._changed.notify_all()
+
+    async def end(self) -> None:
+        """No further group will be admitted."""
+        async with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    async def take(self) -> Batch | None:
+        """Wait for the groups of one batch; None if they cannot come any more."""
+        async with self._changed:
+            while (batch := self.replay.take(self._step)) is None:
+                if self._ended and not self.replay.num_sampling:
+                    return None
+                await self._changed.wait()
+            for index in batch.abandoned:
+                if (task := self._sampling.get(index)) is not None:
+                    task.cancel()
+            self._changed.notify_all()
+            return batch
+
+    def finish_batch(self, *, step: int) -> None:
         """Tell that training is at `step`."""
-        async with self._changed:
-            self._step = step
-            self._is_training = False
-            self._changed.notify_all()
+        self._step = step
 
-    async def set_generator_version(self, policy_version: int) -> None:
-        """Tell what the generator runs from now on."""
+    async def release_batch(self) -> None:
+        """Whoever samples from now on uses the weights of the oldest batch that was taken."""
         async with self._changed:
-            self._generator_version = policy_version
+            self.replay.release()
             self._changed.notify_all()

@@ -3,64 +3,53 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from forge_trainer.data.prompts import Task
-from forge_trainer.protocols import Generator
-from forge_trainer.types import (
-    Completion,
-    Episode,
-    Message,
-    Prompt,
-    RewardFn,
-    SamplingParams,
-    Transcript,
-)
+from forge_trainer.replay import Group
+from forge_trainer.tasks import first_error
+from forge_trainer.types import Episode, Prompt
 
 from .pipeline import Pipeline
 
+SampleGroup = Callable[[Prompt, int], Awaitable[Sequence[Episode] | None]]
+"""(prompt, number of its group) -> judged episodes; None if too few of them came to an end"""
+
 
 async def run_rollout(
-    generator: Generator,
-    task: Task,
-    pipeline: Pipeline,
-    *,
-    sampling: SamplingParams,
-    groups_per_step: int,
+    prompts: Iterator[Prompt], sample_group: SampleGroup, pipeline: Pipeline
 ) -> None:
-    """Takes prompts from the task, waits for the pipeline to want groups, gives groups to it.
+    """Takes a prompt for every slot that the pipeline has free, gives it a judged group.
 
-    Stopped by cancelling it; ends by itself only with an error.
+    All groups are sampled side by side. Stopped by cancelling it, by the end of the prompts, or by
+    an error of any group.
     """
-    group_ids = itertools.count()
-    while True:
-        await pipeline.wait_to_sample()
-        prompts = list(itertools.islice(task.prompts, groups_per_step))
-        completions = await generator.generate([p.text for p in prompts], sampling)
-        groups = [
-            judge_group(prompt, group, task.reward, next(group_ids))
-            for prompt, group in zip(prompts, completions, strict=True)
-        ]
-        await pipeline.add(list(groups))
+    async with first_error() as sampling:
+        while True:
+            index = await pipeline.admit()
+            prompt = next(prompts, None)
+            if prompt is None:
+                await pipeline.discard(index)
+                break
+            one = _sample(prompt, index, sample_group, pipeline)
+            pipeline.watch(index, sampling.create_task(one, name=f"group {index}"))
+    await pipeline.end()
 
 
-def judge_group(
-    prompt: Prompt, completions_G: Sequence[Completion], reward: RewardFn, group_id: int
-) -> list[Episode]:
-    """One episode per completion."""
-    return [
-        Episode(
-            prompt,
-            (Transcript.of_completion(completion),),
-            float(reward(completion.text, prompt)),
-            group_id,
-            status="completed" if completion.stopped else "truncated_completion",
-            messages=(Message("user", prompt.text), Message("assistant", completion.text)),
-        )
-        for completion in completions_G
-    ]
+async def _sample(
+    prompt: Prompt, index: int, sample_group: SampleGroup, pipeline: Pipeline
+) -> None:
+    group = await sample_group(prompt, index)
+    if group is None or (not has_signal(group) and pipeline.replay.may_replace()):
+        await pipeline.discard(index)
+    else:
+        await pipeline.add(index, group)
 
 
-def episodes_of(groups: Sequence[Sequence[Episode]]) -> Iterator[Episode]:
+def has_signal(group: Group) -> bool:
+    """True if its rewards differ: otherwise all advantages are 0."""
+    return len({episode.reward for episode in group if not episode.excluded}) > 1
+
+
+def episodes_of(groups: Sequence[Group]) -> Iterator[Episode]:
     """All episodes of all groups."""
     return itertools.chain.from_iterable(groups)

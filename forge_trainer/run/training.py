@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from forge_trainer.config import AlgorithmConfig, GrpoConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
-from forge_trainer.metrics import merge_metrics, metric_values
 from forge_trainer.protocols import Generator, Trainer
 from forge_trainer.replay import Group
 from forge_trainer.reporting import Reporter
 from forge_trainer.tasks import first_error
-from forge_trainer.types import Episode, TrainSequence, TrainStepResult
+from forge_trainer.types import TrainSequence, TrainStepResult
 
+from .batch_metrics import advantage_metrics, batch_metrics, staleness_metrics
 from .pipeline import Pipeline
 from .rollout import episodes_of
-from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
+from .weight_sync import Staged, begin_sync, finish_sync
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ async def run_training(
     """Takes a batch of groups from the pipeline, gives new weights to the generator.
 
     A batch makes `updates_per_batch` updates. Stopped by having made `plan.steps`; one whose
-    gradient was not finite and was skipped counts. Weights travel beside the next batch, one
-    version at a time, and a batch is reported once its weights have arrived. Returns once the last
-    weights have, and the checkpoint of the last step is complete.
+    gradient was not finite and was skipped counts. Stopped early if the prompts end. Weights travel
+    beside the next batch, one version at a time, and a batch is reported once its weights have
+    arrived. Returns once the last weights have, and the checkpoint of the last step is complete.
     """
     trainer = models.trainer
     step = 0
@@ -72,14 +73,19 @@ async def run_training(
         last: asyncio.Task[None] | None = None
         for index in range(plan.steps // plan.algorithm.updates_per_batch):
             start = time.perf_counter()
-            groups = await pipeline.take()
+            batch = await pipeline.take()
+            if batch is None:
+                logger.warning("the prompts have come to their end after %d updates", step)
+                break
             row = {"time/wait_rollout_s": time.perf_counter() - start}
+            row |= staleness_metrics(batch.groups, pipeline.replay, policy_version=step)
+            groups = batch.groups
             results = await _train_on(groups, models, plan, index, row)
             before, step = step, results[-1].optim.step
             if last is not None:
                 await last
             staged = None if step == before else await begin_sync(trainer)
-            await pipeline.finish_batch(step=step)
+            pipeline.finish_batch(step=step)
             if plan.checkpoint_interval and step // plan.checkpoint_interval > (
                 before // plan.checkpoint_interval
             ):
@@ -88,7 +94,9 @@ async def run_training(
                 row["time/save_s"] = time.perf_counter() - saving
                 saved = step
             row["time/step_s"] = time.perf_counter() - start
-            row["trainer/tokens_per_s"] = _num_tokens(groups) / row["time/step_s"]
+            row["trainer/tokens_per_s"] = (
+                sum(e.num_tokens for e in episodes_of(groups)) / row["time/step_s"]
+            )
             finishing = _finish_batch(models, pipeline, reporter, staged, (groups, results, row))
             last = syncing.create_task(finishing, name=f"sync {step}")
     await trainer.wait_for_save()
@@ -137,14 +145,8 @@ async def _finish_batch(
     sync = None
     if staged is not None:
         sync = await finish_sync(staged, models.trainer, models.generator)
-        await pipeline.set_generator_version(staged.ref.version.policy_version)
+    await pipeline.release_batch()
     reporter.report_step(batch_metrics(groups, results, sync) | row, list(episodes_of(groups)))
-
-
-def advantage_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Mean and standard deviation over episodes, each of which has one advantage."""
-    advantages = np.array([np.asarray(s.advantages)[-1] for s in sequences])
-    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
 
 
 async def train_batch(
@@ -190,45 +192,3 @@ def sequences_of(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Tr
             per_sequence_mean=algorithm.normalize == "sequences",
         )
     ]
-
-
-def batch_metrics(
-    groups: Sequence[Group], results: Sequence[TrainStepResult], sync: SyncReport | None
-) -> dict[str, float]:
-    """One flat row of numbers for the updates of a batch; times are added by the loop."""
-    episodes = list(episodes_of(groups))
-    passes = [result.forward_backward for result in results]
-    optim = [result.optim for result in results]
-    values = metric_values(merge_metrics(one.metrics for one in passes))
-    values |= metric_values(merge_metrics(one.metrics for one in optim))
-    mixed = sum(len({episode.reward for episode in group}) > 1 for group in groups)
-    row: dict[str, float] = {
-        "step": optim[-1].step,
-        "policy_version": min(e.policy_version for e in episodes),
-        "reward/mean": _mean([e.reward for e in episodes]),
-        "reward/groups_with_signal": mixed / len(groups),
-        "rollout/completion_tokens": _mean([e.num_sampled for e in episodes]),
-        "rollout/stopped": _mean([float(e.status == "completed") for e in episodes]),
-        "trainer/loss": values.pop("loss/mean"),
-        "trainer/grad_norm": _mean([one.grad_norm for one in optim]),
-        "trainer/learning_rate": optim[-1].learning_rate,
-        "trainer/target_tokens": sum(one.num_target_tokens for one in passes),
-        **values,
-    }
-    if sync is not None:
-        row["weights/bytes"] = sync.ref.num_bytes
-        row["weights/stall_s"] = sync.stall_s
-        row["weights/versions_held"] = sync.num_held
-        row["weights/readers"] = sync.num_readers
-        for name, transfer in (("push", sync.push), ("pull", sync.pull)):
-            row[f"weights/{name}_s"] = transfer.seconds
-            row[f"weights/{name}_gb_per_s"] = transfer.gb_per_s
-    return row
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _num_tokens(groups: Sequence[Sequence[Episode]]) -> int:
-    return sum(episode.num_tokens for episode in episodes_of(groups))

@@ -304,10 +304,8 @@ def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path: Path) -> None:
             ["--trainer.profiling.folder=p", "--trainer.profiling.trace_steps=[500]"],
             "trainer.profiling: step 500 is beyond run.steps=3",
         ),
-        (
-            ["--algorithm.max_policy_age=1", "--algorithm.epochs=3"],
-            "nothing could be sampled ahead; give 0, or at least 3",
-        ),
+        (["--async.max_staleness=-1"], "async.max_staleness"),
+        (["--async.staleness=1"], "async.staleness: no such key"),
         (
             ["--weights.transport=torchstore", "--weights.shared_memory_folder=/dev/shm"],
             "but transport is torchstore; leave one of them out",

@@ -13,66 +13,12 @@ import pytest
 from forge_trainer.config import AlgorithmConfig, TaskConfig
 from forge_trainer.data.prompts import make_task
 from forge_trainer.errors import ConfigError
-from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
 from forge_trainer.reporting.console import SummarySink
 from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
-from forge_trainer.run.pipeline import Pipeline
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import Episode
 from tests.unit.test_small_functions import episode
-from tests.waiting import A_HANG_S
-
-
-@pytest.mark.parametrize("max_policy_age", [0, 1, 2])
-def test_rollout_runs_ahead_by_exactly_the_allowed_age(max_policy_age: int) -> None:
-    """The pipeline's rule, seen from both loops: ages of what is trained on, and no deadlock."""
-    steps, groups_per_step = 6, 2
-    replay = Replay(max_policy_age=max_policy_age, seed=0)
-    pipeline = Pipeline(replay, groups_per_step=groups_per_step, max_policy_age=max_policy_age)
-    version = 0
-    ages: list[int] = []
-
-    async def rollout() -> None:
-        while True:
-            await pipeline.wait_to_sample()
-            sampled_at = version
-            await asyncio.sleep(0)
-            await pipeline.add([[episode(0.0, version=sampled_at)] for _ in range(groups_per_step)])
-
-    async def training() -> None:
-        nonlocal version
-        for step in range(steps):
-            groups = await pipeline.take()
-            ages.extend(step - group[0].policy_version for group in groups)
-            await asyncio.sleep(0.01)
-            version = step + 1
-            await pipeline.finish_batch(step=step + 1)
-            await pipeline.set_generator_version(version)
-
-    async def scenario() -> None:
-        async with asyncio.timeout(A_HANG_S):
-            await run_with_background(training(), rollout())
-
-    asyncio.run(scenario())
-    assert len(ages) == steps * groups_per_step
-    assert max(ages) == max_policy_age
-    assert replay.num_dropped == 0
-
-
-def test_a_skipped_step_does_not_stop_the_rollout() -> None:
-    """The version stays, so the same version may be sampled from again."""
-    pipeline = Pipeline(Replay(max_policy_age=0, seed=0), groups_per_step=1, max_policy_age=0)
-
-    async def scenario() -> None:
-        async with asyncio.timeout(A_HANG_S):
-            await pipeline.wait_to_sample()
-            await pipeline.add([[episode(0.0)]])
-            await pipeline.take()
-            await pipeline.finish_batch(step=0)
-            await pipeline.wait_to_sample()
-
-    asyncio.run(scenario())
 
 
 def test_the_first_failure_of_either_loop_ends_both() -> None:

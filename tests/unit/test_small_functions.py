@@ -13,7 +13,6 @@ from forge_trainer.functional.flops import device_peak_flops, training_flops
 from forge_trainer.functional.rewards import exact_match, resolve_reward, starts_with_answer
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.functional.sequences import group_sequences
-from forge_trainer.replay import Replay
 from forge_trainer.types import Completion, Episode, Message, Prompt, TrainSequence, Transcript
 from tests.data import same_numbers
 
@@ -102,45 +101,3 @@ def test_sequences_mark_completion_tokens_as_targets() -> None:
         temperature=0.7,
     )
     assert same_numbers([second.advantages], [[0.0, 0.0, -0.5, -0.5, -0.5]])
-
-
-def test_replay_hands_out_each_fresh_group_once() -> None:
-    replay = Replay(max_policy_age=1, seed=0)
-    for version in (0, 1, 2):
-        replay.add([episode(0.0, version=version, group_id=version)])
-    taken = replay.take(2, policy_version=2)
-    assert taken is not None
-    assert sorted(group[0].group_id for group in taken) == [1, 2]
-    assert replay.num_dropped == 1
-    assert replay.take(1, policy_version=2) is None
-
-
-def test_replay_hands_out_the_oldest_first() -> None:
-    """Drawn at random among all, groups once grew stale while younger ones were used."""
-    replay = Replay(max_policy_age=5, seed=0)
-    for version in (2, 0, 1):
-        replay.add([episode(0.0, version=version)])
-    versions = []
-    while taken := replay.take(1, policy_version=2):
-        versions.append(taken[0][0].policy_version)
-    assert versions == [0, 1, 2]
-
-
-def test_replay_judges_a_group_by_its_oldest_episode() -> None:
-    replay = Replay(max_policy_age=0, seed=0)
-    replay.add([episode(0.0, version=1), episode(0.0, version=0)])
-    assert replay.num_fresh(1) == 0
-
-
-def test_replay_continues_from_its_saved_state() -> None:
-    def filled() -> Replay:
-        replay = Replay(max_policy_age=5, seed=3)
-        for i in range(8):
-            replay.add([episode(0.0, group_id=i)])
-        return replay
-
-    straight, saved = filled(), filled()
-    assert straight.take(3, 0) == saved.take(3, 0)
-    resumed = Replay(max_policy_age=5, seed=99)
-    resumed.load_state_dict(saved.state_dict())
-    assert straight.take(3, 0) == resumed.take(3, 0)

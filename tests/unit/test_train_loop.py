@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
 from forge_trainer.run.pipeline import Pipeline
+from forge_trainer.run.rollout import run_rollout
 from forge_trainer.run.training import Models, TrainPlan, run_training
 from forge_trainer.status import TrainerStatus
 from forge_trainer.tasks import run_with_background
@@ -26,6 +28,7 @@ from forge_trainer.types import (
     ForwardBackwardResult,
     ForwardResult,
     OptimStepResult,
+    Prompt,
     TrainSequence,
     TrainStepResult,
 )
@@ -98,44 +101,45 @@ class Rows:
         pass
 
 
-def _run(plan: TrainPlan, trainer: FakeTrainer, reference: FakeTrainer | None = None) -> Rows:
+def _run(
+    plan: TrainPlan,
+    trainer: FakeTrainer,
+    reference: FakeTrainer | None = None,
+    *,
+    max_staleness: int = 0,
+) -> Rows:
     """Rollout beside training, as the app runs them, with as many groups as a batch wants."""
     algorithm, generator, rows = plan.algorithm, FakeGenerator(), Rows()
     pipeline = Pipeline(
-        Replay(max_policy_age=algorithm.max_policy_age, seed=0),
-        groups_per_step=algorithm.groups_per_step,
-        max_policy_age=algorithm.max_policy_age,
-        updates_per_batch=algorithm.updates_per_batch,
+        Replay(
+            groups_per_step=algorithm.groups_per_step,
+            max_staleness=max_staleness,
+            updates_per_batch=algorithm.updates_per_batch,
+        )
     )
 
-    async def rollout() -> None:
-        while True:
-            await pipeline.wait_to_sample()
-            version = generator.version
-            await asyncio.sleep(0)
-            rewards = range(algorithm.group_size)
-            groups = range(algorithm.groups_per_step)
-            await pipeline.add(
-                [[episode(float(r), version=version) for r in rewards] for _ in groups]
-            )
+    async def sample(prompt: Prompt, index: int) -> list[Episode]:
+        version = generator.version
+        await asyncio.sleep(0)
+        return [episode(float(r), version=version) for r in range(algorithm.group_size)]
 
     async def scenario() -> None:
         models: Any = Models(trainer, generator, reference)  # type: ignore[arg-type]
         async with asyncio.timeout(A_HANG_S):
             training = run_training(models, pipeline, Reporter([rows]), plan)
-            await run_with_background(training, rollout())
+            prompts = itertools.repeat(Prompt("", ""))
+            await run_with_background(training, run_rollout(prompts, sample, pipeline))
 
     asyncio.run(scenario())
     return rows
 
 
-@pytest.mark.parametrize("max_policy_age", [0, 4])
-def test_a_batch_is_trained_on_in_epochs_and_minibatches(max_policy_age: int) -> None:
-    algorithm = AlgorithmConfig(
-        group_size=4, groups_per_step=2, epochs=2, minibatches=2, max_policy_age=max_policy_age
-    )
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_batch_is_trained_on_in_epochs_and_minibatches(max_staleness: int) -> None:
+    algorithm = AlgorithmConfig(group_size=4, groups_per_step=2, epochs=2, minibatches=2)
     trainer = FakeTrainer()
-    rows = _run(TrainPlan(8, algorithm, checkpoint_interval=0), trainer).rows
+    plan = TrainPlan(8, algorithm, checkpoint_interval=0)
+    rows = _run(plan, trainer, max_staleness=max_staleness).rows
     assert [len(part) for part in trainer.trained] == [4] * 8
     assert (trainer.step, trainer.pushed) == (8, [4, 8])
     assert [row["step"] for row in rows] == [4, 8]
@@ -144,7 +148,9 @@ def test_a_batch_is_trained_on_in_epochs_and_minibatches(max_policy_age: int) ->
     assert [row["trainer/target_tokens"] for row in rows] == [48, 48]
     assert rows[0]["policy_version"] == 0
     assert [row["weights/versions_held"] for row in rows] == [1, 2]
-    assert rows[1]["policy_version"] == (4 if max_policy_age == 0 else 0)
+    assert rows[1]["policy_version"] == (4 if max_staleness == 0 else 0)
+    assert rows[1]["staleness/max"] == (0 if max_staleness == 0 else 4)
+    assert rows[1]["staleness/limit"] == 4 * max_staleness
 
 
 def test_every_epoch_deals_every_sequence_once_in_a_new_order() -> None:
@@ -203,7 +209,7 @@ def test_a_push_that_fails_ends_training_with_its_cause() -> None:
 
 
 def test_training_goes_on_while_weights_travel() -> None:
-    """With an age of one, the second batch is trained on before the first weights have arrived."""
+    """One batch ahead, the second is trained on before the first weights have arrived."""
     events: list[str] = []
 
     class Slow(FakeTrainer):
@@ -216,7 +222,7 @@ def test_training_goes_on_while_weights_travel() -> None:
                 await asyncio.sleep(0)
             events.append(f"published {self.pushed[-1]}")
 
-    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1, max_policy_age=1)
-    rows = _run(TrainPlan(3, algorithm, checkpoint_interval=0), Slow()).rows
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1)
+    rows = _run(TrainPlan(3, algorithm, 0), Slow(), max_staleness=1).rows
     assert events[:3] == ["train 0", "train 1", "published 1"]
     assert [row["step"] for row in rows] == [1, 2, 3]
