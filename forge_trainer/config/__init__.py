@@ -9,6 +9,7 @@ from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
+from .rollout.environment import TASK_REWARD, EnvironmentConfig, FixedReward, RewardConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
@@ -17,7 +18,10 @@ from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
 from .weights import WeightsConfig
 
 __all__ = [
+    "TASK_REWARD",
     "AlgorithmConfig",
+    "EnvironmentConfig",
+    "FixedReward",
     "GeneratorConfig",
     "GrpoConfig",
     "KubernetesConfig",
@@ -32,6 +36,7 @@ __all__ = [
     "ProfilingConfig",
     "ReferenceConfig",
     "ReportingConfig",
+    "RewardConfig",
     "Role",
     "RunConfig",
     "Section",
