@@ -10,6 +10,7 @@ from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
 from .rollout.asynchrony import AsyncConfig
+from .rollout.environment import TASK_REWARD, EnvironmentConfig, FixedReward, RewardConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
@@ -18,8 +19,11 @@ from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
 from .weights import WeightsConfig
 
 __all__ = [
+    "TASK_REWARD",
     "AlgorithmConfig",
     "AsyncConfig",
+    "EnvironmentConfig",
+    "FixedReward",
     "GeneratorConfig",
     "GrpoConfig",
     "KubernetesConfig",
@@ -34,6 +38,7 @@ __all__ = [
     "ProfilingConfig",
     "ReferenceConfig",
     "ReportingConfig",
+    "RewardConfig",
     "Role",
     "RunConfig",
     "Section",

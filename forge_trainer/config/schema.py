@@ -13,6 +13,7 @@ from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
 from .placement import PlacementConfig, Role
 from .rollout.asynchrony import AsyncConfig
+from .rollout.environment import TASK_REWARD, EnvironmentConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .section import Folder, Section, Seed
@@ -65,6 +66,7 @@ class GrpoConfig(Section):
     generator: GeneratorConfig = GeneratorConfig()
     weights: WeightsConfig = WeightsConfig()
     task: TaskConfig = TaskConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     reporting: ReportingConfig = ReportingConfig()
@@ -204,7 +206,14 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def completions_fit_into_a_sequence(self) -> Self:
-        wanted = self.generator.max_prompt_tokens + self.generator.max_completion_tokens
+        generator = self.generator
+        key = "generator.max_prompt_tokens + generator.max_completion_tokens"
+        wanted = generator.max_prompt_tokens + generator.max_completion_tokens
+        if (episode := self.environment.max_tokens) is not None and episode > wanted:
+            raise ValueError(
+                f"environment.max_tokens: {episode}, but {key} = {wanted}, which is the longest "
+                "conversation that can be gone on with; raise max_prompt_tokens"
+            )
         limits = {
             "trainer.max_sequence_tokens": self.trainer.max_sequence_tokens,
             "trainer.packing.max_row_tokens": self.trainer.packing.max_row_tokens,
@@ -214,8 +223,22 @@ class GrpoConfig(Section):
         }
         for name, limit in limits.items():
             if limit is not None and wanted > limit:
-                raise ValueError(
-                    f"generator.max_prompt_tokens + generator.max_completion_tokens = {wanted} "
-                    f"exceed {name}={limit}"
-                )
+                raise ValueError(f"{key} = {wanted} exceed {name}={limit}")
+        return self
+
+    @model_validator(mode="after")
+    def environment_is_of_use(self) -> Self:
+        environment, group_size = self.environment, self.algorithm.group_size
+        if environment.min_group > group_size:
+            raise ValueError(
+                f"environment.min_group: {environment.min_group} exceeds algorithm.group_size="
+                f"{group_size}, so every group would be replaced"
+            )
+        functions = {reward.function for reward in environment.rewards.values()} - {None}
+        if self.task.reward is not None and functions and TASK_REWARD not in functions:
+            raise ValueError(
+                f"task.reward: {self.task.reward!r} would not be asked, since environment.rewards "
+                f"names functions of its own; give one of them `function: {TASK_REWARD}`, or leave "
+                "task.reward out"
+            )
         return self
