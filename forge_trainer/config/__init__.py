@@ -11,6 +11,7 @@ from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
 from .rollout.asynchrony import AsyncConfig
 from .rollout.environment import TASK_REWARD, EnvironmentConfig, FixedReward, RewardConfig
+from .rollout.evaluation import EvalConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
@@ -23,6 +24,7 @@ __all__ = [
     "AlgorithmConfig",
     "AsyncConfig",
     "EnvironmentConfig",
+    "EvalConfig",
     "FixedReward",
     "GeneratorConfig",
     "GrpoConfig",

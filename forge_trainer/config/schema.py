@@ -14,6 +14,7 @@ from .model import ModelConfig
 from .placement import PlacementConfig, Role
 from .rollout.asynchrony import AsyncConfig
 from .rollout.environment import TASK_REWARD, EnvironmentConfig
+from .rollout.evaluation import EvalConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
 from .section import Folder, Section, Seed
@@ -69,6 +70,8 @@ class GrpoConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
+    eval: EvalConfig | None = None
+    """None: no evaluation."""
     reporting: ReportingConfig = ReportingConfig()
     launch: LaunchConfig = LaunchConfig()
     placement: PlacementConfig = PlacementConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -36,17 +37,18 @@ def group_sequences(
 def deal_minibatches(
     sequences: Sequence[TrainSequence], *, epochs: int, minibatches: int, seed: str
 ) -> Iterator[Sequence[TrainSequence]]:
-    """Every epoch's sequences in a new random order, in `minibatches` parts of one size.
+    """Every epoch's sequences in a new random order, in `minibatches` parts that differ by one at
+    most.
 
-    With one minibatch the order stays. 8 sequences, 2 epochs, 4 minibatches -> 8 times 2 sequences.
+    With one minibatch the order stays. 9 sequences, 1 epoch, 4 minibatches -> 2, 2, 2, 3 sequences.
     """
     rng = random.Random(seed)
-    size = len(sequences) // minibatches
+    ends = [len(sequences) * part // minibatches for part in range(minibatches + 1)]
     for _ in range(epochs):
         order = list(sequences)
         if minibatches > 1:
             rng.shuffle(order)
-        yield from (order[start : start + size] for start in range(0, size * minibatches, size))
+        yield from (order[start:end] for start, end in itertools.pairwise(ends))
 
 
 def _sequences_of(

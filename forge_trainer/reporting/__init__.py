@@ -13,6 +13,10 @@ class Sink(Protocol):
 
     def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None: ...
 
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        """`row["step"]` says which weights were asked."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -25,6 +29,10 @@ class Reporter:
     def report_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         for sink in self._sinks:
             sink.write_step(row, episodes)
+
+    def report_evaluation(self, row: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write_evaluation(row)
 
     def close(self) -> None:
         """Close the sinks, last one first."""

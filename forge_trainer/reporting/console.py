@@ -56,6 +56,9 @@ class ConsoleSink:
             left_s = (self._steps - self._rounds) * row["time/step_s"]
             self._console.print(f"step {row['step']:.0f}/{self._steps}  {line}  {left_s:.0f}s left")
 
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        self._console.print(describe_evaluation(row), highlight=False)
+
     def close(self) -> None:
         self._progress.stop()
 
@@ -70,12 +73,16 @@ class SummarySink:
         self._first: list[Mapping[str, float]] = []
         self._last: deque[Mapping[str, float]] = deque(maxlen=SUMMARY_STEPS)
         self._num_steps = 0
+        self._evaluated: Mapping[str, float] | None = None
 
     def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         self._num_steps += 1
         self._last.append(dict(row))
         if len(self._first) < SUMMARY_STEPS:
             self._first.append(dict(row))
+
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        self._evaluated = row
 
     def close(self) -> None:
         if not self._last:
@@ -88,6 +95,8 @@ class SummarySink:
             table.add_row(key, _mean_of(self._first, key), _mean_of(self._last, key))
         console = Console()
         console.print(table)
+        if self._evaluated is not None:
+            console.print(describe_evaluation(self._evaluated), highlight=False)
         console.print(f"run folder: {self._run_folder}", soft_wrap=True, highlight=False)
         if self._model_folder.is_dir():
             console.print(f"trained model: {self._model_folder}", soft_wrap=True, highlight=False)
@@ -99,6 +108,18 @@ def describe(row: Mapping[str, float]) -> str:
     return (
         f"reward {row['reward/mean']:.3f}  loss {row['trainer/loss']:+.4f}  "
         f"{row['trainer/tokens_per_s']:.0f} tok/s  sync {sync_s:.2f}s"
+    )
+
+
+def describe_evaluation(row: Mapping[str, float]) -> str:
+    """The numbers of an evaluation in a line."""
+    step = f"evaluation at step {row['step']:.0f}"
+    if "eval/reward" not in row:
+        return f"{step}: no prompt was answered"
+    passed = "".join(f"  {k[5:]} {v:.3f}" for k, v in row.items() if k.startswith("eval/pass@"))
+    return (
+        f"{step}: reward {row['eval/reward']:.3f} "
+        f"[{row['eval/reward_low']:.3f}, {row['eval/reward_high']:.3f}]{passed}"
     )
 
 

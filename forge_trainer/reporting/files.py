@@ -19,17 +19,26 @@ def write_facts(facts: TrainerFacts, path: Path) -> None:
 
 
 class MetricsFile:
-    """One JSON object a step. Numbers that are not finite are written as null."""
+    """One JSON object a step, and one per evaluation in a file of its own, made when there is one.
+    Numbers that are not finite are written as null."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, evaluations: Path) -> None:
         self._file = path.open("a")
+        self._evaluations = evaluations
 
     def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        _write_line(self._file, finite)
+        _write_line(self._file, _finite(row))
+
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        with self._evaluations.open("a") as file:
+            _write_line(file, _finite(row))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in row.items()}
 
 
 class RolloutsFile:
@@ -49,9 +58,16 @@ class RolloutsFile:
                     "completion": episode.text,
                     "answer": episode.prompt.answer,
                     "reward": episode.reward,
-                    "policy_version": episode.policy_version,
+                    "rewards": dict(episode.rewards),
+                    "status": episode.status,
+                    "turns": episode.num_turns,
+                    "messages": [dataclasses.asdict(message) for message in episode.messages],
+                    "policy_version": episode.policy_version if episode.transcripts else None,
                 },
             )
+
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        pass
 
     def close(self) -> None:
         self._file.close()
@@ -68,6 +84,9 @@ class TensorBoardSink:
     def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         for key, value in row.items():
             self._writer.add_scalar(key, value, int(row["step"]))
+
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        self.write_step(row, ())
 
     def close(self) -> None:
         self._writer.close()

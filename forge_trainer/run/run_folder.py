@@ -13,6 +13,7 @@ CONFIG_FILE = "run_config.yaml"
 FACTS_FILE = "trainer.json"
 """What the trainer says of itself: model, layout, devices, processes, library versions."""
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -25,6 +26,7 @@ LOGS_FOLDER = "logs"
 CONTENTS = (
     FACTS_FILE,
     METRICS_FILE,
+    EVALUATIONS_FILE,
     ROLLOUTS_FILE,
     TENSORBOARD_FOLDER,
     CHECKPOINTS_FOLDER,

@@ -18,9 +18,10 @@ from forge_trainer.tasks import first_error
 from forge_trainer.types import TrainSequence, TrainStepResult
 
 from .batch_metrics import advantage_metrics, batch_metrics, staleness_metrics
+from .evaluation import Evaluation
 from .pipeline import Pipeline
 from .rollout import episodes_of
-from .weight_sync import Staged, begin_sync, finish_sync
+from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class TrainPlan:
     async_checkpoints: bool = False
     seed: int = 0
     """Of the minibatches."""
+
+    def is_checkpoint_due(self, before: int, step: int) -> bool:
+        """True if an interval ended between the steps."""
+        interval = self.checkpoint_interval
+        return bool(interval) and step // interval > before // interval
 
     @classmethod
     def of(cls, config: GrpoConfig) -> TrainPlan:
@@ -56,8 +62,29 @@ class Models:
     """Frozen; where the loss has a KL term."""
 
 
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who is told of what happens."""
+
+    reporter: Reporter
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """A batch that was trained on."""
+
+    groups: Sequence[Group]
+    results: Sequence[TrainStepResult]
+    row: dict[str, float]
+    """Numbers that are known already."""
+    before: int
+    """Updates before it."""
+    last: bool
+
+
 async def run_training(
-    models: Models, pipeline: Pipeline, reporter: Reporter, plan: TrainPlan
+    models: Models, pipeline: Pipeline, watchers: Watchers, plan: TrainPlan
 ) -> None:
     """Takes a batch of groups from the pipeline, gives new weights to the generator.
 
@@ -67,11 +94,14 @@ async def run_training(
     arrived. Returns once the last weights have, and the checkpoint of the last step is complete.
     """
     trainer = models.trainer
+    if watchers.evaluation is not None:
+        await watchers.evaluation.run_at_start(watchers.reporter)
     step = 0
     saved: int | None = None
-    async with first_error() as syncing:
-        last: asyncio.Task[None] | None = None
-        for index in range(plan.steps // plan.algorithm.updates_per_batch):
+    last_index = plan.steps // plan.algorithm.updates_per_batch - 1
+    async with first_error() as group:
+        last: asyncio.Task[SyncReport | None] | None = None
+        for index in range(last_index + 1):
             start = time.perf_counter()
             batch = await pipeline.take()
             if batch is None:
@@ -86,19 +116,16 @@ async def run_training(
                 await last
             staged = None if step == before else await begin_sync(trainer)
             pipeline.finish_batch(step=step)
-            if plan.checkpoint_interval and step // plan.checkpoint_interval > (
-                before // plan.checkpoint_interval
-            ):
+            # Before a checkpoint is written: rollout waits for nothing else.
+            last = group.create_task(_sync(models, pipeline, staged), name=f"sync {step}")
+            if plan.is_checkpoint_due(before, step):
                 saving = time.perf_counter()
                 await trainer.save(wait=not plan.async_checkpoints)
                 row["time/save_s"] = time.perf_counter() - saving
                 saved = step
             row["time/step_s"] = time.perf_counter() - start
-            row["trainer/tokens_per_s"] = (
-                sum(e.num_tokens for e in episodes_of(groups)) / row["time/step_s"]
-            )
-            finishing = _finish_batch(models, pipeline, reporter, staged, (groups, results, row))
-            last = syncing.create_task(finishing, name=f"sync {step}")
+            done = BatchDone(groups, results, row, before=before, last=index == last_index)
+            group.create_task(_report(last, done, watchers), name=f"report {step}")
     await trainer.wait_for_save()
     if saved != step:
         await trainer.save()
@@ -133,20 +160,26 @@ async def _train_on(
     return results
 
 
-async def _finish_batch(
-    models: Models,
-    pipeline: Pipeline,
-    reporter: Reporter,
-    staged: Staged | None,
-    batch: tuple[Sequence[Group], Sequence[TrainStepResult], dict[str, float]],
-) -> None:
-    """Bring the weights of a batch to the generator, and report the batch."""
-    groups, results, row = batch
-    sync = None
+async def _sync(models: Models, pipeline: Pipeline, staged: Staged | None) -> SyncReport | None:
+    """Bring the weights of a batch to the generator, and let rollout go on with them."""
+    report = None
     if staged is not None:
-        sync = await finish_sync(staged, models.trainer, models.generator)
+        report = await finish_sync(staged, models.trainer, models.generator)
     await pipeline.release_batch()
-    reporter.report_step(batch_metrics(groups, results, sync) | row, list(episodes_of(groups)))
+    return report
+
+
+async def _report(
+    syncing: asyncio.Task[SyncReport | None], done: BatchDone, watchers: Watchers
+) -> None:
+    """Report a batch whose weights have arrived; evaluate them, if that is due."""
+    numbers = batch_metrics(done.groups, done.results, await syncing) | done.row
+    watchers.reporter.report_step(numbers, list(episodes_of(done.groups)))
+    if watchers.evaluation is not None:
+        step = int(numbers["step"])
+        await watchers.evaluation.run_if_due(
+            watchers.reporter, before=done.before, step=step, last=done.last
+        )
 
 
 async def train_batch(

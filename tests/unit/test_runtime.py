@@ -79,7 +79,7 @@ def test_tasks_that_do_not_exist_are_config_errors(config: TaskConfig, message: 
 def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> None:
     reporter = Reporter(
         [
-            MetricsFile(tmp_path / "metrics.jsonl"),
+            MetricsFile(tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"),
             RolloutsFile(tmp_path / "rollouts.jsonl", per_step=2),
             TensorBoardSink(tmp_path / "tensorboard"),
         ]

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_trainer.config import AlgorithmConfig
+from forge_trainer.config import AlgorithmConfig, EvalConfig
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.sequences import deal_minibatches
 from forge_trainer.metrics import Last, Mean, Metric
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
+from forge_trainer.run.evaluation import Evaluation
 from forge_trainer.run.pipeline import Pipeline
 from forge_trainer.run.rollout import run_rollout
-from forge_trainer.run.training import Models, TrainPlan, run_training
+from forge_trainer.run.training import Models, TrainPlan, Watchers, run_training
 from forge_trainer.status import TrainerStatus
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import (
@@ -93,9 +94,13 @@ class FakeGenerator:
 class Rows:
     def __init__(self) -> None:
         self.rows: list[Mapping[str, float]] = []
+        self.evaluations: list[Mapping[str, float]] = []
 
     def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         self.rows.append(row)
+
+    def write_evaluation(self, row: Mapping[str, float]) -> None:
+        self.evaluations.append(row)
 
     def close(self) -> None:
         pass
@@ -107,6 +112,7 @@ def _run(
     reference: FakeTrainer | None = None,
     *,
     max_staleness: int = 0,
+    eval: EvalConfig | None = None,
 ) -> Rows:
     """Rollout beside training, as the app runs them, with as many groups as a batch wants."""
     algorithm, generator, rows = plan.algorithm, FakeGenerator(), Rows()
@@ -126,7 +132,9 @@ def _run(
     async def scenario() -> None:
         models: Any = Models(trainer, generator, reference)  # type: ignore[arg-type]
         async with asyncio.timeout(A_HANG_S):
-            training = run_training(models, pipeline, Reporter([rows]), plan)
+            evaluation = None if eval is None else Evaluation(eval, [Prompt("", "")] * 3, sample)
+            watchers = Watchers(Reporter([rows]), evaluation)
+            training = run_training(models, pipeline, watchers, plan)
             prompts = itertools.repeat(Prompt("", ""))
             await run_with_background(training, run_rollout(prompts, sample, pipeline))
 
@@ -163,6 +171,8 @@ def test_every_epoch_deals_every_sequence_once_in_a_new_order() -> None:
     again = list(deal_minibatches(sequences, epochs=3, minibatches=2, seed="0/0"))
     assert again == parts != list(deal_minibatches(sequences, epochs=3, minibatches=2, seed="0/1"))
     assert list(deal_minibatches(sequences, epochs=1, minibatches=1, seed="x")) == [sequences]
+    uneven = [len(p) for p in deal_minibatches(sequences[:7], epochs=1, minibatches=3, seed="x")]
+    assert uneven == [2, 2, 3]
 
 
 def test_checkpoints_are_due_when_an_interval_has_passed() -> None:
@@ -226,3 +236,20 @@ def test_training_goes_on_while_weights_travel() -> None:
     rows = _run(TrainPlan(3, algorithm, 0), Slow(), max_staleness=1).rows
     assert events[:3] == ["train 0", "train 1", "published 1"]
     assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_held_out_prompts_are_asked_at_the_start_when_due_and_at_the_end() -> None:
+    """Two updates per batch: after 4, and after the last, which is no multiple of four."""
+    algorithm = AlgorithmConfig(group_size=2, groups_per_step=1, epochs=2)
+    config = EvalConfig(every=4, completions=2, greedy=False, pass_at=[1, 2])
+    rows = _run(TrainPlan(6, algorithm, 0), FakeTrainer(), eval=config)
+    assert [row["step"] for row in rows.evaluations] == [0, 4, 6]
+    assert [row["eval/version_max"] for row in rows.evaluations] == [0, 4, 6]
+    first = rows.evaluations[0]
+    assert (first["eval/reward"], first["eval/prompts"], first["eval/failed_prompts"]) == (
+        0.5,
+        3,
+        0,
+    )
+    assert (first["eval/pass@1"], first["eval/pass@2"]) == (0.5, 1.0)
+    assert [row["step"] for row in rows.rows] == [2, 4, 6]
