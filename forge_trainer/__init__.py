@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         EngineError,
         ForgeTrainerError,
         NonFiniteError,
+        RolloutError,
         WeightsError,
         WorkerLostError,
     )
@@ -43,6 +44,7 @@ __all__ = [
     "NonFiniteError",
     "OptimParams",
     "OptimStepResult",
+    "RolloutError",
     "SamplingParams",
     "TrainBatch",
     "TrainSequence",

@@ -21,6 +21,10 @@ class DataError(ForgeTrainerError):
     """The data given to a call cannot be trained on. Raised before any collective."""
 
 
+class RolloutError(ForgeTrainerError):
+    """An environment or a reward raised, hung or gave no number, and that was to end the run."""
+
+
 class CheckpointError(ForgeTrainerError):
     """A checkpoint is missing, incomplete or does not fit."""
 

@@ -1,16 +1,23 @@
 """Rewards on text: a completion and its prompt in, a number out. No tokens, no model.
 
 A user's own reward is any function of the same form, named in the config as "package.module:name".
+It may be async, and it may take the texts of a whole group and return a number for each.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from forge_trainer.errors import ConfigError
 from forge_trainer.types import Prompt, RewardFn
 
 from .named import import_callable
+
+GROUP_PARAMETERS = ("texts", "completions", "texts_G", "completions_G")
+"""A function whose first parameter is one of these takes a group."""
 
 
 def exact_match(completion: str, prompt: Prompt) -> float:
@@ -27,6 +34,33 @@ REWARDS: dict[str, RewardFn] = {
     "exact_match": exact_match,
     "starts_with_answer": starts_with_answer,
 }
+"""So cheap that they are called where they are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A function that judges, and how it is to be called."""
+
+    function: Callable[..., Any]
+    takes_group: bool = False
+    """(texts of a group, prompt) -> a number for each; else (text, prompt) -> a number."""
+
+    @property
+    def is_cheap(self) -> bool:
+        return self.function in REWARDS.values()
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004  (not whether it can be called)
+        )
+
+
+def as_reward(function: Callable[..., Any], *, takes_group: bool | None = None) -> Reward:
+    """The function as a reward; None: its first parameter's name tells if it takes a group."""
+    if takes_group is None:
+        takes_group = _first_parameter(function) in GROUP_PARAMETERS
+    return Reward(function, takes_group)
 
 
 def resolve_reward(name: str) -> RewardFn:
@@ -42,8 +76,6 @@ def resolve_reward(name: str) -> RewardFn:
             f"reward {name!r} is unknown; use one of {sorted(REWARDS)} or 'package.module:function'"
         )
     reward: RewardFn = import_callable("reward", name)
-    if inspect.iscoroutinefunction(reward):
-        raise ConfigError(f"reward {name!r} is async; give a plain function that returns a number")
     try:
         inspect.signature(reward).bind("", Prompt("", ""))
     except TypeError as error:
@@ -54,3 +86,10 @@ def resolve_reward(name: str) -> RewardFn:
         # It says nothing of its parameters.
         pass
     return reward
+
+
+def _first_parameter(function: Callable[..., Any]) -> str | None:
+    try:
+        return next(iter(inspect.signature(function).parameters), None)
+    except (TypeError, ValueError):
+        return None

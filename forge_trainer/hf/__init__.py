@@ -1,8 +1,15 @@
 """Hugging Face directories: a model's facts, tokenizer and weights, and tiny ones on the fly."""
 
+from .chat import ChatTemplate, has_chat_template
 from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts, resolve_device
 from .tiny import create_tiny_model, model_directory
-from .tokenizer import count_tokens, largest_token_id, load_tokenizer, require_special_tokens
+from .tokenizer import (
+    TextEncoder,
+    count_tokens,
+    largest_token_id,
+    load_tokenizer,
+    require_special_tokens,
+)
 from .weights import (
     count_parameters,
     load_causal_lm,
@@ -12,11 +19,14 @@ from .weights import (
 )
 
 __all__ = [
+    "ChatTemplate",
     "ModelFacts",
+    "TextEncoder",
     "count_parameters",
     "count_tokens",
     "create_tiny_model",
     "find_model_dir",
+    "has_chat_template",
     "largest_token_id",
     "load_causal_lm",
     "load_tokenizer",

@@ -31,6 +31,28 @@ def count_tokens(path: Path, texts: Sequence[str]) -> list[int]:
     return [len(encoding.ids) for encoding in _read_tokenizer(path).encode_batch(list(texts))]
 
 
+class TextEncoder:
+    """Text to token ids, without a model's library.
+
+    Raises:
+        ConfigError: the directory has no tokenizer.json, or one that is no tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = _read_tokenizer(path)
+        # A tokenizer.json may tell to cut and to fill up, as some model needed it once.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, *, first: bool) -> list[int]:
+        """Its token ids; `first`: with the tokens that this tokenizer puts around a whole text.
+
+        Special tokens that are written out in the text become themselves.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=first).ids
+        return ids
+
+
 def _read_tokenizer(path: Path) -> Any:
     from tokenizers import Tokenizer
 

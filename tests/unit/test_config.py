@@ -355,9 +355,9 @@ def test_a_reasoning_gym_task_that_makes_no_prompt_is_refused() -> None:
         make_task(config, seed=0)
 
 
-@pytest.mark.parametrize("reward", ["builtins:len", "asyncio:sleep"])
+@pytest.mark.parametrize("reward", ["builtins:len", "time:sleep"])
 def test_a_reward_that_cannot_be_called_is_refused(reward: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be called with|is async"):
+    with pytest.raises(ConfigError, match="cannot be called with"):
         make_task(TaskConfig(reward=reward), seed=0)
 
 

@@ -64,6 +64,7 @@ def test_public_names_are_exactly_these() -> None:
             "NonFiniteError",
             "OptimParams",
             "OptimStepResult",
+            "RolloutError",
             "SamplingParams",
             "TrainBatch",
             "TrainSequence",

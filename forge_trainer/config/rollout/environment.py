@@ -40,6 +40,8 @@ class EnvironmentConfig(Section):
     renderer: Literal["auto", "chat", "text"] = "auto"
     """How messages become tokens: by the chat template of the model's directory, or as their
     contents joined; `auto` takes the template where there is one."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template, such as enable_thinking: false."""
     max_turns: PositiveInt = 32
     """Messages of the model's in an episode."""
     max_tokens: PositiveInt | None = None

@@ -1,0 +1,66 @@
+"""An environment as its runner meets it: what it answers is checked, in time, or it has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from forge_trainer.protocols import Environment
+from forge_trainer.types import Message, Opening, Prompt, Reply, StopReason
+
+from .failures import EpisodeError, within
+from .reward_calls import raised, read_number
+
+T = TypeVar("T")
+
+
+class GuardedEnvironment:
+    """Keeps the protocol; all that its methods raise is `EpisodeError`, in the environment's name."""
+
+    def __init__(self, make: Callable[[], Environment], *, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        try:
+            self._environment = make()
+        except Exception as error:
+            raise EpisodeError(name, f"could not be made: {raised(error)}") from error
+
+    async def reset(self, task: Prompt, seed: int) -> Opening:
+        opening = await self._ask("reset", lambda: self._environment.reset(task, seed))
+        if not isinstance(opening, Opening):
+            raise EpisodeError(self._name, f"reset gave a {type(opening).__name__}, not an Opening")
+        self._require_messages("reset", opening.messages)
+        return opening
+
+    async def step(self, message: Message, stop_reason: StopReason) -> Reply:
+        reply = await self._ask("step", lambda: self._environment.step(message, stop_reason))
+        if not isinstance(reply, Reply):
+            raise EpisodeError(self._name, f"step gave a {type(reply).__name__}, not a Reply")
+        self._require_numbers("reward", reply.rewards)
+        self._require_numbers("metric", reply.metrics)
+        if not reply.done:
+            self._require_messages("step", reply.messages)
+        return reply
+
+    async def close(self) -> None:
+        await self._ask("close", self._environment.close)
+
+    async def _ask(self, verb: str, ask: Callable[[], Awaitable[T]]) -> T:
+        return await within(self._timeout_s, ask, name=self._name, verb=verb)
+
+    def _require_messages(self, verb: str, messages: Sequence[Any]) -> None:
+        """The model can go on from them."""
+        if not messages:
+            raise EpisodeError(self._name, f"{verb} gave no message to go on from, and is not done")
+        for message in messages:
+            if not isinstance(message, Message):
+                raise EpisodeError(self._name, f"{verb} gave a {type(message).__name__} as a Message")
+        # An opening may hold examples of answers.
+        for message in messages[-1:] if verb == "reset" else messages:
+            if message.role == "assistant":
+                raise EpisodeError(self._name, f"{verb} spoke for the model, as an assistant")
+
+    def _require_numbers(self, kind: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(answer := read_number(value), str):
+                raise EpisodeError(self._name, f"step {answer}, as the {kind} {name!r}")
