@@ -164,3 +164,7 @@ class GeneratorStatus:
     num_completions: int
     host: str
     pid: int
+    num_running: int = 0
+    """Requests that have a slot."""
+    num_waiting: int = 0
+    """Requests that wait for one."""
