@@ -18,9 +18,7 @@ from apps.command_line import run_app
 from forge_trainer.config import GrpoConfig
 
 if TYPE_CHECKING:
-    from forge_trainer.data.prompts import Task
-    from forge_trainer.processes.lifecycle import Site
-    from forge_trainer.reporting import Reporter
+    from apps.grpo.parts import Rollouts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +44,7 @@ def start(config: GrpoConfig) -> None:
     import tempfile
 
     from apps.grpo.fits import checked_model, placed
+    from apps.grpo.parts import make_rollouts
     from forge_trainer.config.load import dump_config
     from forge_trainer.controller.checks import (
         check_algorithm,
@@ -77,42 +76,26 @@ def start(config: GrpoConfig) -> None:
         # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
         model_dir = checked_model(config, Path(scratch), inventory)
         task = check_prompts(task, model_dir, config.generator)
+        rollouts = make_rollouts(config, task, model_dir)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:
             model_dir = Path(shutil.copytree(scratch, folder / MODEL_FOLDER))
-    asyncio.run(train(config, model_dir, folder, task))
+    asyncio.run(train(config, model_dir, folder, rollouts))
 
 
-async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -> None:
+async def train(config: GrpoConfig, model_dir: Path, folder: Path, rollouts: Rollouts) -> None:
     """Start the processes and run both loops until the steps are done."""
+    from apps.grpo.parts import make_replay, make_reporter, sampler, site_of
     from forge_trainer.processes.lifecycle import running_services
-    from forge_trainer.replay import Replay
     from forge_trainer.reporting.files import write_facts
     from forge_trainer.run.pipeline import Pipeline
     from forge_trainer.run.rollout import run_rollout
-    from forge_trainer.run.run_folder import (
-        CHECKPOINTS_FOLDER,
-        FACTS_FILE,
-        FINAL_FOLDER,
-    )
-    from forge_trainer.run.training import Models, TrainPlan, leave_model, run_training
+    from forge_trainer.run.run_folder import CHECKPOINTS_FOLDER, FACTS_FILE, FINAL_FOLDER
+    from forge_trainer.run.training import Models, TrainPlan, Watchers, leave_model, run_training
     from forge_trainer.tasks import run_with_background
-    from forge_trainer.types import SamplingParams
 
-    algorithm = config.algorithm
-    replay = Replay(max_policy_age=algorithm.max_policy_age, seed=config.run.seed)
-    pipeline = Pipeline(
-        replay,
-        groups_per_step=algorithm.groups_per_step,
-        max_policy_age=algorithm.max_policy_age,
-        updates_per_batch=algorithm.updates_per_batch,
-    )
-    sampling = SamplingParams(
-        max_completion_tokens=config.generator.max_completion_tokens,
-        temperature=config.generator.temperature,
-        num_completions=algorithm.group_size,
-    )
+    pipeline = Pipeline(make_replay(config))
     checkpoints = Path(config.trainer.checkpoint_folder or folder / CHECKPOINTS_FOLDER)
     reporter = make_reporter(config, folder)
     try:
@@ -126,53 +109,18 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
             site=site_of(config, folder),
         ) as services:
             write_facts(await services.trainer.get_config(), folder / FACTS_FILE)
-            rollout = run_rollout(
-                services.generator,
-                task,
-                pipeline,
-                sampling=sampling,
-                groups_per_step=algorithm.groups_per_step,
-            )
-            models = Models(services.trainer, services.generator, services.reference)
-            training = run_training(models, pipeline, reporter, TrainPlan.of(config))
+            generator = services.generator
+            sample = sampler(rollouts.runner, generator, config.algorithm.group_size)
+            rollout = run_rollout(rollouts.task.prompts, sample, pipeline)
+            models = Models(services.trainer, generator, services.reference)
+            watchers = Watchers(reporter, rollouts.evaluation(generator), rollouts.counts)
+            training = run_training(models, pipeline, watchers, TrainPlan.of(config))
             await run_with_background(training, rollout)
             if config.run.export:
                 await leave_model(services.trainer, folder / FINAL_FOLDER)
     finally:
         reporter.close()
-
-
-def site_of(config: GrpoConfig, folder: Path) -> Site:
-    """Where the run's processes live, and where they log."""
-    from forge_trainer.processes.lifecycle import Site
-    from forge_trainer.processes.rank_logs import RankLogs
-    from forge_trainer.run.run_folder import LOGS_FOLDER
-
-    logs = RankLogs(str((folder / LOGS_FOLDER).absolute()), config.reporting.log_level)
-    return Site(config.launch, config.placement, logs)
-
-
-def make_reporter(config: GrpoConfig, folder: Path) -> Reporter:
-    """All sinks that the config asks for."""
-    from forge_trainer.reporting import Reporter, Sink
-    from forge_trainer.reporting.console import ConsoleSink, SummarySink
-    from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
-    from forge_trainer.run.run_folder import (
-        FINAL_FOLDER,
-        METRICS_FILE,
-        ROLLOUTS_FILE,
-        TENSORBOARD_FOLDER,
-    )
-
-    sinks: list[Sink] = [
-        MetricsFile(folder / METRICS_FILE),
-        RolloutsFile(folder / ROLLOUTS_FILE, per_step=config.reporting.rollouts_per_step),
-    ]
-    if config.reporting.tensorboard:
-        sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER))
-    if config.reporting.console:
-        sinks += [SummarySink(folder, folder / FINAL_FOLDER), ConsoleSink(steps=config.run.steps)]
-    return Reporter(sinks)
+        await rollouts.close()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from forge_trainer.replay import Group, Replay
 from forge_trainer.types import TrainSequence, TrainStepResult
 from forge_trainer.types.arrays import as_array
 
-from .rollout import episodes_of
+from .rollout import episodes_of, has_signal
 from .weight_sync import SyncReport
 
 
@@ -50,18 +50,23 @@ def batch_metrics(
 ) -> dict[str, float]:
     """One flat row of numbers for the updates of a batch; times are added by the loop."""
     episodes = list(episodes_of(groups))
+    counted = [episode for episode in episodes if not episode.excluded]
     passes = [result.forward_backward for result in results]
     optim = [result.optim for result in results]
     values = metric_values(merge_metrics(one.metrics for one in passes))
     values |= metric_values(merge_metrics(one.metrics for one in optim))
-    mixed = sum(len({episode.reward for episode in group}) > 1 for group in groups)
+    mixed = sum(has_signal(group) for group in groups)
     row: dict[str, float] = {
         "step": optim[-1].step,
         "policy_version": min(e.policy_version for e in episodes),
-        "reward/mean": _mean([e.reward for e in episodes]),
+        "reward/mean": _mean([e.reward for e in counted]),
         "reward/groups_with_signal": mixed / len(groups),
         "rollout/completion_tokens": _mean([e.num_sampled for e in episodes]),
         "rollout/stopped": _mean([float(e.status == "completed") for e in episodes]),
+        "rollout/excluded": 1 - len(counted) / len(episodes),
+        "rollout/turns": _mean([float(e.num_turns) for e in episodes]),
+        **_means("reward", [e.rewards for e in episodes]),
+        **_means("environment", [e.metrics for e in episodes]),
         "trainer/loss": values.pop("loss/mean"),
         "trainer/grad_norm": _mean([one.grad_norm for one in optim]),
         "trainer/learning_rate": optim[-1].learning_rate,
@@ -77,6 +82,12 @@ def batch_metrics(
             row[f"weights/{name}_s"] = transfer.seconds
             row[f"weights/{name}_gb_per_s"] = transfer.gb_per_s
     return row
+
+
+def _means(area: str, named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every name over those that have it."""
+    names = sorted({name for one in named for name in one})
+    return {f"{area}/{n}": _mean([one[n] for one in named if n in one]) for n in names}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,6 +68,8 @@ class Watchers:
 
     reporter: Reporter
     evaluation: Evaluation | None = None
+    counts: Callable[[], Mapping[str, float]] = dict
+    """What rollout has counted since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ async def run_training(
                 break
             row = {"time/wait_rollout_s": time.perf_counter() - start}
             row |= staleness_metrics(batch.groups, pipeline.replay, policy_version=step)
+            row |= watchers.counts()
             groups = batch.groups
             results = await _train_on(groups, models, plan, index, row)
             before, step = step, results[-1].optim.step
