@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from apps.bench.measure import Row
 
 SUITES = (
+    "ablation",
+    "asynchrony",
     "checkpoint",
     "controller",
     "endpoint",
