@@ -31,7 +31,7 @@ class TrainPlan:
     """How long and how."""
 
     steps: int
-    """Updates to make."""
+    """Updates that the trainer has made at the end."""
     algorithm: AlgorithmConfig
     checkpoint_interval: int
     """Save every so many steps; the last one always."""
@@ -98,12 +98,14 @@ async def run_training(
     trainer = models.trainer
     if watchers.evaluation is not None:
         await watchers.evaluation.run_at_start(watchers.reporter)
-    step = 0
+    step = (await trainer.get_status()).step
+    pipeline.finish_batch(step=step)
     saved: int | None = None
+    first = step // plan.algorithm.updates_per_batch
     last_index = plan.steps // plan.algorithm.updates_per_batch - 1
     async with first_error() as group:
         last: asyncio.Task[SyncReport | None] | None = None
-        for index in range(last_index + 1):
+        for index in range(first, last_index + 1):
             start = time.perf_counter()
             batch = await pipeline.take()
             if batch is None:

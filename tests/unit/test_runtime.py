@@ -91,6 +91,7 @@ def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> N
     ]
     for row in rows:
         reporter.report_step(row, episodes)
+    reporter.report_evaluation({"step": 2, "eval/reward": 0.5, "eval/reward_high": math.inf})
     reporter.close()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics == [
@@ -105,8 +106,17 @@ def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> N
         "completion": "x",
         "answer": "7",
         "reward": 1.0,
+        "rewards": {},
+        "status": "completed",
+        "turns": 1,
+        "messages": [
+            {"role": "user", "content": "3,7:"},
+            {"role": "assistant", "content": "x"},
+        ],
         "policy_version": 0,
     }
+    evaluation = {"step": 2, "eval/reward": 0.5, "eval/reward_high": None}
+    assert json.loads((tmp_path / "evaluations.jsonl").read_text()) == evaluation
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 

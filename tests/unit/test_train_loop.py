@@ -71,7 +71,8 @@ class FakeTrainer:
 
     async def get_status(self) -> TrainerStatus:
         held = [WeightsVersion(0, step) for step in self.pushed]
-        return TrainerStatus(0, "idle", 0.0, 0, 0, held[-1], held, None, False, 0, None, None)
+        newest = held[-1] if held else None
+        return TrainerStatus(self.step, "idle", 0.0, 0, 0, newest, held, None, False, 0, None, None)
 
     async def wait_for_push(self) -> None:
         if self.push_error is not None:
