@@ -112,6 +112,7 @@ async def train(config: GrpoConfig, model_dir: Path, folder: Path, task: Task) -
         max_completion_tokens=config.generator.max_completion_tokens,
         temperature=config.generator.temperature,
         num_completions=algorithm.group_size,
+        stop=config.generator.stop,
     )
     checkpoints = Path(config.trainer.checkpoint_folder or folder / CHECKPOINTS_FOLDER)
     reporter = make_reporter(config, folder)
