@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class GuardedEnvironment:
-    """Keeps the protocol; all that its methods raise is `EpisodeError`, in the environment's name."""
+    """Keeps the protocol; what its methods raise is an `EpisodeError` in the environment's name."""
 
     def __init__(self, make: Callable[[], Environment], *, name: str, timeout_s: float) -> None:
         self._name = name
@@ -54,7 +54,9 @@ class GuardedEnvironment:
             raise EpisodeError(self._name, f"{verb} gave no message to go on from, and is not done")
         for message in messages:
             if not isinstance(message, Message):
-                raise EpisodeError(self._name, f"{verb} gave a {type(message).__name__} as a Message")
+                raise EpisodeError(
+                    self._name, f"{verb} gave a {type(message).__name__} as a Message"
+                )
         # An opening may hold examples of answers.
         for message in messages[-1:] if verb == "reset" else messages:
             if message.role == "assistant":
