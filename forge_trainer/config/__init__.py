@@ -10,7 +10,7 @@ from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
 from .rollout.generation import GeneratorConfig
-from .rollout.task import TaskConfig
+from .rollout.task import FILE_KINDS, ColumnsConfig, OnLongPrompt, TaskConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -18,12 +18,15 @@ from .weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "ColumnsConfig",
+    "FILE_KINDS",
     "GeneratorConfig",
     "GrpoConfig",
     "KubernetesConfig",
     "LRScheduleConfig",
     "LaunchConfig",
     "ModelConfig",
+    "OnLongPrompt",
     "OptimizerConfig",
     "PackingConfig",
     "ParallelConfig",

@@ -2,7 +2,7 @@
 
 from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts, resolve_device
 from .tiny import create_tiny_model, model_directory
-from .tokenizer import count_tokens, largest_token_id, load_tokenizer, require_special_tokens
+from .tokenizer import largest_token_id, load_tokenizer, require_special_tokens, token_counter
 from .weights import (
     count_parameters,
     load_causal_lm,
@@ -14,7 +14,6 @@ from .weights import (
 __all__ = [
     "ModelFacts",
     "count_parameters",
-    "count_tokens",
     "create_tiny_model",
     "find_model_dir",
     "largest_token_id",
@@ -27,5 +26,6 @@ __all__ = [
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",
+    "token_counter",
     "unique_tensors",
 ]
