@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ def largest_token_id(path: Path) -> int:
     return max(_read_tokenizer(path).get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def count_tokens(path: Path, texts: Sequence[str]) -> list[int]:
-    """Tokens of each text, without a model's library: it takes seconds to import.
+def token_counter(path: Path) -> Callable[[str], int]:
+    """Counts the tokens of a text, without a model's library, which takes seconds to import.
 
     Raises:
         ConfigError: the file is missing or no tokenizer.
     """
-    return [len(encoding.ids) for encoding in _read_tokenizer(path).encode_batch(list(texts))]
+    tokenizer = _read_tokenizer(path)
+    return lambda text: len(tokenizer.encode(text).ids)
 
 
 class TextEncoder:

@@ -83,6 +83,16 @@ def test_a_dry_run_says_what_fits_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_looks_at_the_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "3,7:"}\n')
+    task = ["--task.name", "jsonl", "--task.path", str(file), "--task.reward", "exact_match"]
+    overrides = ["--run.folder", str(tmp_path / "run"), *task]
+    config = load_config(GrpoConfig, "configs/grpo_tiny.yaml", overrides)
+    with pytest.raises(ConfigError, match="train.jsonl, line 1: .*there is no column 'answer'"):
+        dry_run(config, HostInventory((), 4, 10**12))
+
+
 def test_too_little_shared_memory_is_known_before_the_first_push(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
