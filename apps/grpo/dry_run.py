@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.grpo.fits import checked_model, placed
+from apps.grpo.parts import make_rollouts
 from forge_trainer.config import GrpoConfig
-from forge_trainer.controller.checks import check_algorithm, check_prompts
-from forge_trainer.data.prompts import make_task
+from forge_trainer.controller.checks import check_algorithm
 from forge_trainer.processes.hosts.inventory import find_inventory
 from forge_trainer.processes.hosts.needs import (
     Needs,
@@ -35,10 +35,9 @@ def dry_run(config: GrpoConfig, inventory: HostInventory | None = None) -> int:
     inventory = inventory or find_inventory(config.launch)
     check_algorithm(config.algorithm)
     plans = placed(config, inventory)
-    task = make_task(config.task, seed=config.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         model_dir = checked_model(config, Path(scratch), inventory)
-        check_prompts(task, model_dir, config.generator)
+        make_rollouts(config, model_dir)
         model = model_size(model_dir)
         if config.launch.kind == "local":
             with_room(config.weights, model_dir)

@@ -25,13 +25,14 @@ CHECKED_ROWS = 20_000
 @dataclass(frozen=True, slots=True)
 class Task:
     prompts: PromptSource
-    reward: RewardFn
+    reward: RewardFn | None
+    """None: it brings none, and something else judges."""
 
 
 def make_task(config: TaskConfig, *, seed: int, needs_reward: bool = True) -> Task:
     """The task that the config names.
 
-    Without `needs_reward`, as where an environment judges, one that has none fails when called.
+    Without `needs_reward`, as where an environment judges, it may have none.
 
     Raises:
         ConfigError: unknown task, data set, file, column, option or reward, or a malformed row
@@ -40,10 +41,11 @@ def make_task(config: TaskConfig, *, seed: int, needs_reward: bool = True) -> Ta
     data, reward = _open(config, seed)
     if config.reward is not None:
         reward = resolve_reward(config.reward)
-    if reward is None:
-        if needs_reward:
-            raise ConfigError(_no_reward(config.name))
-        reward = _raise_no_reward(config.name)
+    if reward is None and needs_reward:
+        raise ConfigError(
+            f"task.reward: {config.name} brings none of its own; name one of {sorted(REWARDS)} or "
+            "'package.module:function'"
+        )
     source = PromptSource(data, epochs=config.epochs, on_long_prompt=config.on_long_prompt)
     return Task(source, reward)
 
@@ -105,17 +107,3 @@ def _refuse_options(config: TaskConfig) -> None:
 
 def _as_it_is(prompt: Prompt) -> Prompt:
     return prompt
-
-
-def _no_reward(name: str) -> str:
-    return (
-        f"task.reward: {name} brings none of its own; name one of {sorted(REWARDS)} or "
-        "'package.module:function'"
-    )
-
-
-def _raise_no_reward(name: str) -> RewardFn:
-    def reward(completion: str, prompt: Prompt) -> float:
-        raise ConfigError(_no_reward(name))
-
-    return reward

@@ -129,6 +129,8 @@ async def run_training(
                 row["time/save_s"] = time.perf_counter() - saving
                 saved = step
             row["time/step_s"] = time.perf_counter() - start
+            num_tokens = sum(episode.num_tokens for episode in episodes_of(groups))
+            row["trainer/tokens_per_s"] = num_tokens / row["time/step_s"]
             done = BatchDone(groups, results, row, before=before, last=index == last_index)
             group.create_task(_report(last, done, watchers), name=f"report {step}")
     await trainer.wait_for_save()

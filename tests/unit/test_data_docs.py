@@ -39,6 +39,7 @@ def test_the_file_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     Path(config.path).parent.mkdir()
     Path(config.path).write_text(blocks("json")[0])
     task = make_task(config, seed=0)
+    assert task.reward is not None
     prompts = list(task.prompts)
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [("2 + 3 =", "5")] * 2
     assert prompts[0].metadata == {"level": 1}

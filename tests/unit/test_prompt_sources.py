@@ -158,6 +158,7 @@ def test_an_object_that_keeps_its_state_is_asked_for_it(configs: dict[str, TaskC
 
 def test_an_object_may_bring_a_reward(configs: dict[str, TaskConfig]) -> None:
     task = make_task(configs["class"], seed=0)
+    assert task.reward is not None
     assert task.reward("0", next(task.prompts)) == 2.0
 
 

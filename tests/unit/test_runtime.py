@@ -41,6 +41,7 @@ def test_the_first_failure_of_either_loop_ends_both() -> None:
 
 def test_larger_digit_needs_its_prompt() -> None:
     task = make_task(TaskConfig(), seed=0)
+    assert task.reward is not None
     prompts = [next(task.prompts) for _ in range(2000)]
     best_constant = max(
         sum(task.reward(str(digit), prompt) for prompt in prompts) / len(prompts)
@@ -56,6 +57,7 @@ def test_larger_digit_needs_its_prompt() -> None:
 def test_reasoning_gym_tasks_judge_with_their_own_scorer() -> None:
     config = TaskConfig(name="reasoning_gym/chain_sum", options={"min_terms": 2, "max_terms": 2})
     task = make_task(config, seed=0)
+    assert task.reward is not None
     prompt = next(task.prompts)
     assert task.reward(f" {prompt.answer}\n", prompt) == 1.0
     assert task.reward("no idea", prompt) < 1.0

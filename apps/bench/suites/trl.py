@@ -57,7 +57,7 @@ async def run() -> list[Row]:
             model_dir=model_dir,
             checkpoint_folder=Path(scratch) / "checkpoints",
         ) as services:
-            rollouts = make_rollouts(config, make_task(config.task, seed=0), model_dir)
+            rollouts = make_rollouts(config, model_dir)
             blocks = []
             for _ in range(BLOCKS + 1):
                 in_turn = await _our_block(services, rollouts, config, 0)
