@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+from forge_trainer.config.generation import REFUSED_SAMPLING
+from forge_trainer.errors import DataError
 
 from .arrays import EqualByValue, PerToken
 from .numbers import require_number
@@ -22,12 +25,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are sampled. Top-p and top-k are absent: they make the ratio a lie."""
+    """How completions are sampled.
+
+    Top-p, top-k and min-p are refused, with the reason: they make the ratio a lie.
+    """
 
     max_completion_tokens: int
     temperature: float = 1.0
     num_completions: int = 1
     """Completions per prompt (the group size G)."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raises DataError for what others take here, with the reason."""
+        for name in REFUSED_SAMPLING.keys() & kwargs.keys():
+            raise DataError(f"SamplingParams: {name} is refused: {REFUSED_SAMPLING[name]}")
+        # Not super(): a dataclass with slots is another class than the one defined here.
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Raises DataError for values that nothing can be sampled with."""
