@@ -17,7 +17,8 @@ from .advantages import group_advantages
 def group_sequences(
     episodes_G: Sequence[Episode], *, divide_by_std: bool, per_sequence_mean: bool
 ) -> list[TrainSequence]:
-    """One sequence per episode: prompt and completion, every completion token a target.
+    """One sequence per episode: prompt and completion, every completion token a target whose
+    log-prob is finite.
 
     With `per_sequence_mean`, each token weighs 1/|o_i|, so that a sum over sequences is a sum
     of means (use normalize="sequences").
@@ -48,7 +49,10 @@ def deal_minibatches(
 def _episode_sequence(episode: Episode, advantage: float, per_sequence_mean: bool) -> TrainSequence:
     completion = episode.completion
     num_prompt, num_targets = len(completion.prompt_token_ids), len(completion.token_ids)
-    weight = 1.0 / num_targets if per_sequence_mean else 1.0
+    # A token whose log-prob the generator could not tell has no ratio: it is no target.
+    is_scored = np.isfinite(np.asarray(completion.logprobs, np.float32))
+    num_scored = max(1, int(is_scored.sum()))
+    weight = 1.0 / num_scored if per_sequence_mean else 1.0
     prompt_zeros = np.zeros(num_prompt, np.float32)
 
     def after_prompt(values: Any) -> NDArray[np.float32]:
@@ -62,9 +66,9 @@ def _episode_sequence(episode: Episode, advantage: float, per_sequence_mean: boo
                 np.asarray(completion.token_ids, np.int32),
             ]
         ),
-        loss_mask=np.arange(num_prompt + num_targets) >= num_prompt,
+        loss_mask=after_prompt(is_scored) > 0,
         advantages=after_prompt(np.full(num_targets, advantage)),
-        generator_logprobs=after_prompt(completion.logprobs),
+        generator_logprobs=after_prompt(np.where(is_scored, completion.logprobs, 0.0)),
         token_weights=after_prompt(np.full(num_targets, weight)),
         temperature=completion.temperature,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -99,6 +100,25 @@ def test_sequences_mark_completion_tokens_as_targets() -> None:
         temperature=0.7,
     )
     assert same_numbers([second.advantages], [[0.0, 0.0, -0.5, -0.5, -0.5]])
+
+
+def test_a_token_without_a_logprob_is_no_target() -> None:
+    """Nor does it count in the mean over a sequence; the packing border would refuse its value."""
+    plain = episode(1.0)
+    unscored = dataclasses.replace(plain.completion, logprobs=(-1.0, -math.inf, math.nan))
+    sequence, _ = group_sequences(
+        [dataclasses.replace(plain, completion=unscored), episode(0.0)],
+        divide_by_std=False,
+        per_sequence_mean=True,
+    )
+    assert sequence == TrainSequence(
+        token_ids=[1, 2, 3, 4, 5],
+        loss_mask=[0, 0, 1, 0, 0],
+        advantages=[0.0, 0.0, 0.5, 0.5, 0.5],
+        generator_logprobs=[0.0, 0.0, -1.0, 0.0, 0.0],
+        token_weights=[0.0, 0.0, 1.0, 1.0, 1.0],
+        temperature=0.7,
+    )
 
 
 def test_replay_hands_out_each_fresh_group_once() -> None:
