@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from forge_trainer.reporting import Reporter
 from forge_trainer.tasks import first_error
 from forge_trainer.types import Episode, TrainSequence, TrainStepResult
 
+from .mismatch import count_unscored, judge_mismatch
 from .pipeline import Pipeline
 from .rollout import episodes_of
 from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
@@ -117,11 +119,16 @@ async def _train_on(
     sequences = sequences_of(groups, plan.algorithm)
     row |= advantage_metrics(sequences)
     if models.reference is not None:
-        sequences = await with_ref_logprobs(sequences, models.reference)
+        sequences = await with_logprobs("ref_logprobs", sequences, models.reference)
         row["time/reference_s"] = time.perf_counter() - start
     referred = time.perf_counter()
+    if plan.algorithm.recompute_logprobs:
+        sequences = await with_logprobs("old_logprobs", sequences, models.trainer)
+        row["time/recompute_s"] = time.perf_counter() - referred
+    recomputed = time.perf_counter()
     results = await train_batch(models.trainer, sequences, plan, batch_index=batch_index)
-    row["time/train_s"] = time.perf_counter() - referred
+    row["time/train_s"] = time.perf_counter() - recomputed
+    judge_mismatch(results, plan.algorithm)
     return results
 
 
@@ -168,14 +175,16 @@ async def train_batch(
     ]
 
 
-async def with_ref_logprobs(
-    sequences: Sequence[TrainSequence], reference: Trainer
+async def with_logprobs(
+    field: Literal["ref_logprobs", "old_logprobs"],
+    sequences: Sequence[TrainSequence],
+    model: Trainer,
 ) -> list[TrainSequence]:
-    """The sequences with the log-probs of the frozen model, at their own temperatures."""
-    logprobs = (await reference.forward(sequences)).logprobs
+    """The sequences with the log-probs of a model as it is now, at their own temperatures."""
+    logprobs = (await model.forward(sequences)).logprobs
+    columns: list[dict[str, Any]] = [{field: values} for values in logprobs]
     return [
-        replace(sequence, ref_logprobs=values)
-        for sequence, values in zip(sequences, logprobs, strict=True)
+        replace(sequence, **column) for sequence, column in zip(sequences, columns, strict=True)
     ]
 
 
@@ -209,6 +218,7 @@ def batch_metrics(
         "reward/groups_with_signal": mixed / len(groups),
         "rollout/completion_tokens": _mean([len(e.completion.token_ids) for e in episodes]),
         "rollout/stopped": _mean([float(e.completion.stopped) for e in episodes]),
+        "rollout/unscored_tokens": count_unscored(episodes),
         "trainer/loss": values.pop("loss/mean"),
         "trainer/grad_norm": _mean([one.grad_norm for one in optim]),
         "trainer/learning_rate": optim[-1].learning_rate,
