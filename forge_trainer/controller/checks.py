@@ -23,6 +23,7 @@ from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.profiling import require_memory_snapshots
 from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
 from forge_trainer.errors import ConfigError, DataError
+from forge_trainer.functional.losses.fields import check_old_logprobs
 from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.hf import (
     ModelFacts,
@@ -210,8 +211,15 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
+    loss, options = algorithm.loss, algorithm.loss_options
     try:
-        make_loss(algorithm.loss, algorithm.loss_options)
+        make_loss(loss, options)
+        check_old_logprobs(
+            loss,
+            options,
+            are_given=algorithm.recompute_logprobs,
+            updates_per_batch=algorithm.updates_per_batch,
+        )
     except ConfigError as error:
         raise ConfigError(f"algorithm.loss_options: {error}") from error
 

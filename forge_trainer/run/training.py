@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from forge_trainer.config import AlgorithmConfig, GrpoConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
@@ -19,6 +20,7 @@ from forge_trainer.types import TrainSequence, TrainStepResult
 
 from .batch_metrics import advantage_metrics, batch_metrics, staleness_metrics
 from .evaluation import Evaluation
+from .mismatch import judge_mismatch
 from .pipeline import Pipeline
 from .rollout import episodes_of
 from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
@@ -159,11 +161,16 @@ async def _train_on(
     sequences = sequences_of(groups, plan.algorithm)
     row |= advantage_metrics(sequences)
     if models.reference is not None:
-        sequences = await with_ref_logprobs(sequences, models.reference)
+        sequences = await with_logprobs("ref_logprobs", sequences, models.reference)
         row["time/reference_s"] = time.perf_counter() - start
     referred = time.perf_counter()
+    if plan.algorithm.recompute_logprobs:
+        sequences = await with_logprobs("old_logprobs", sequences, models.trainer)
+        row["time/recompute_s"] = time.perf_counter() - referred
+    recomputed = time.perf_counter()
     results = await train_batch(models.trainer, sequences, plan, batch_index=batch_index)
-    row["time/train_s"] = time.perf_counter() - referred
+    row["time/train_s"] = time.perf_counter() - recomputed
+    judge_mismatch(results, plan.algorithm)
     return results
 
 
@@ -210,14 +217,16 @@ async def train_batch(
     ]
 
 
-async def with_ref_logprobs(
-    sequences: Sequence[TrainSequence], reference: Trainer
+async def with_logprobs(
+    field: Literal["ref_logprobs", "old_logprobs"],
+    sequences: Sequence[TrainSequence],
+    model: Trainer,
 ) -> list[TrainSequence]:
-    """The sequences with the log-probs of the frozen model, at their own temperatures."""
-    logprobs = (await reference.forward(sequences)).logprobs
+    """The sequences with the log-probs of a model as it is now, at their own temperatures."""
+    logprobs = (await model.forward(sequences)).logprobs
+    columns: list[dict[str, Any]] = [{field: values} for values in logprobs]
     return [
-        replace(sequence, ref_logprobs=values)
-        for sequence, values in zip(sequences, logprobs, strict=True)
+        replace(sequence, **column) for sequence, column in zip(sequences, columns, strict=True)
     ]
 
 

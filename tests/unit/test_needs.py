@@ -11,7 +11,7 @@ from forge_trainer.config import GeneratorConfig, GrpoConfig, ParallelConfig, Tr
 from forge_trainer.config import WeightsConfig as Weights
 from forge_trainer.config.load import load_config
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.memory import ModelSize, generator_memory, trainer_memory
+from forge_trainer.functional.estimates.memory import ModelSize, generator_memory, trainer_memory
 from forge_trainer.hf import count_parameters, load_weights
 from forge_trainer.processes.hosts import needs
 from forge_trainer.types import Gpu, HostInventory

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from ..section import Seconds, Section, Seed
 
+CUTS_OFF_TOKENS = (
+    "completions would come from a part of the vocabulary, whose probabilities are scaled up, "
+    "while the trainer's are those of the whole, so every importance ratio would be wrong by the "
+    "part's share; leave it out, and use temperature, which both sides know"
+)
+REFUSED_SAMPLING = dict.fromkeys(("top_p", "top_k", "min_p"), CUTS_OFF_TOKENS)
+"""What others sample with and we do not, and why."""
+
 StopString = Annotated[str, Field(min_length=1)]
 
 
 class GeneratorConfig(Section):
+    refused: ClassVar[dict[str, str]] = REFUSED_SAMPLING
     backend: Literal["transformers", "vllm"] = "transformers"
     """What samples. vllm is an optional extra, see docs/generators.md."""
     replicas: PositiveInt = 1
