@@ -11,6 +11,7 @@ from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig
 from .placement import PlacementConfig, Role
 from .rollout.generation import GeneratorConfig
 from .rollout.task import TaskConfig
+from .rollout.vllm import VllmConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -40,5 +41,6 @@ __all__ = [
     "TinyModelConfig",
     "TlsConfig",
     "TrainerConfig",
+    "VllmConfig",
     "WeightsConfig",
 ]

@@ -2,7 +2,13 @@
 
 from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts, resolve_device
 from .tiny import create_tiny_model, model_directory
-from .tokenizer import count_tokens, largest_token_id, load_tokenizer, require_special_tokens
+from .tokenizer import (
+    count_tokens,
+    largest_token_id,
+    load_tokenizer,
+    require_special_tokens,
+    stop_token_ids,
+)
 from .weights import (
     count_parameters,
     load_causal_lm,
@@ -27,5 +33,6 @@ __all__ = [
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",
+    "stop_token_ids",
     "unique_tensors",
 ]

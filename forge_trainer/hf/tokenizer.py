@@ -70,3 +70,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stop_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a completion: the directory's stop tokens, and the tokenizer's end of sequence."""
+    configured: Any = None
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        if configured is None and file.is_file():
+            configured = json.loads(file.read_text()).get("eos_token_id")
+    ids = set(configured if isinstance(configured, list) else [configured])
+    return sorted(token for token in ids | {tokenizer.eos_token_id} if token is not None)
