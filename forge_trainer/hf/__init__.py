@@ -7,6 +7,7 @@ from .tokenizer import (
     largest_token_id,
     load_tokenizer,
     require_special_tokens,
+    special_token_ids,
     stop_token_ids,
 )
 from .weights import (
@@ -33,6 +34,7 @@ __all__ = [
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",
+    "special_token_ids",
     "stop_token_ids",
     "unique_tensors",
 ]

@@ -72,12 +72,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stop_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion: the directory's stop tokens, and the tokenizer's end of sequence."""
-    configured: Any = None
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        if configured is None and file.is_file():
-            configured = json.loads(file.read_text()).get("eos_token_id")
+def stop_token_ids(generation: Any, tokenizer: Any) -> frozenset[int]:
+    """The directory's stop tokens, with the tokenizer's own end of sequence."""
+    configured = generation.eos_token_id
     ids = set(configured if isinstance(configured, list) else [configured])
-    return sorted(token for token in ids | {tokenizer.eos_token_id} if token is not None)
+    return frozenset(token for token in ids | {tokenizer.eos_token_id} if token is not None)
+
+
+def special_token_ids(tokenizer: Any, strings: Sequence[str]) -> frozenset[int]:
+    """Those of the strings that are special tokens: no part of a text, where nobody finds them."""
+    special = set(tokenizer.all_special_tokens).intersection(strings) if strings else set()
+    return frozenset(tokenizer.convert_tokens_to_ids(list(special)))

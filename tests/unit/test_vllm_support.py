@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from forge_trainer.config import GeneratorConfig, VllmConfig
 from forge_trainer.controller.checks import check_generator
@@ -86,12 +87,15 @@ def test_no_heavy_library_is_imported_to_know_that() -> None:
 
 @pytest.fixture
 def staging(tiny_qwen3: Path) -> Staging:
-    return Staging(tiny_qwen3, torch.bfloat16)
+    return Staging(_model(tiny_qwen3))
+
+
+def _model(model_dir: Path) -> nn.Module:
+    return load_causal_lm(model_dir, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
 def test_staged_weights_are_the_directorys(staging: Staging, tiny_qwen3: Path) -> None:
-    model = load_causal_lm(tiny_qwen3, dtype=torch.bfloat16, device=torch.device("cpu"))
-    wanted = dict(model.named_parameters())
+    wanted = dict(_model(tiny_qwen3).named_parameters())
     assert wanted.keys() == staging.tensors.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(staging.tensors[name], tensor.detach(), rtol=0, atol=0)

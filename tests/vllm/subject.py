@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from forge_trainer.config import GeneratorConfig, TinyModelConfig, VllmConfig
 from forge_trainer.generation.backend import Backend
@@ -103,7 +104,7 @@ class Subject:
         (completion,) = self.finish().values()
         return completion
 
-    def gaps(self, model: int, completion: Completion) -> np.ndarray:
+    def gaps(self, model: int, completion: Completion) -> NDArray[np.float32]:
         """|log-prob - that of a full forward of transformers| of every token."""
         prompt, ids = as_array(completion.prompt_token_ids), as_array(completion.token_ids)
         tokens = torch.tensor(np.concatenate([prompt, ids]))[None].long()
@@ -111,7 +112,8 @@ class Subject:
             logits = self.models[model](tokens).logits[0, len(prompt) - 1 : -1]
         logprobs = torch.log_softmax(logits / completion.temperature, -1)
         wanted = logprobs.gather(-1, torch.tensor(ids)[:, None].long())[:, 0]
-        return np.abs(wanted.numpy() - as_array(completion.logprobs))
+        gaps: NDArray[np.float32] = np.abs(wanted.numpy() - as_array(completion.logprobs))
+        return gaps
 
 
 @contextlib.contextmanager

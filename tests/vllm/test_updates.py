@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from forge_trainer.errors import TornWeightsError
 from forge_trainer.types import Completion
+from forge_trainer.types.arrays import as_array
 
 from .subject import LONG, SHORT, TOLERANCE, Subject, running_subject
 
@@ -72,7 +72,7 @@ def test_requests_that_run_go_on_with_new_weights(subject: Subject) -> None:
     """The keys and values of their first tokens were those of the old weights."""
     completions, late, version = _in_flight(subject, keep_cache=False)
     for completion in completions:
-        new = completion.policy_versions == version
+        new = as_array(completion.policy_versions) == version
         assert new.tolist() == [False] * 9 + [True] * 15
         assert subject.gaps(0, completion)[~new].max() < TOLERANCE
         assert subject.gaps(1, completion)[new].max() < TOLERANCE
@@ -82,14 +82,14 @@ def test_requests_that_run_go_on_with_new_weights(subject: Subject) -> None:
 def test_kept_caches_serve_those_that_run_and_nobody_else(subject: Subject) -> None:
     completions, late, version = _in_flight(subject, keep_cache=True)
     for completion in completions:
-        new = completion.policy_versions == version
+        new = as_array(completion.policy_versions) == version
         assert new.tolist() == [False] * 9 + [True] * 15
         assert subject.gaps(0, completion)[~new].max() < TOLERANCE
         assert subject.gaps(1, completion)[new].max() > 1e-3, "an approximation that is exact"
     assert subject.gaps(1, late).max() < TOLERANCE
 
 
-def test_a_load_that_fails_half_way_is_told_and_mended_by_a_whole_one(
+def test_a_load_that_fails_half_way_is_mended_by_a_whole_one(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers stayed on the meta device, and the next step raised."""
@@ -106,7 +106,7 @@ def test_a_load_that_fails_half_way_is_told_and_mended_by_a_whole_one(
     subject.backend.step()
     with monkeypatch.context() as patched:
         patched.setattr(model, "load_weights", half)
-        with pytest.raises(TornWeightsError, match="in part only: OSError: no more"):
+        with pytest.raises(OSError, match="no more"):
             subject.use(1)
     subject.backend.cancel("a")
     subject.use(1)
@@ -126,6 +126,6 @@ def test_weights_that_vllm_does_not_take_are_missed(
 
     with monkeypatch.context() as patched:
         patched.setattr(model, "load_weights", without_norm)
-        with pytest.raises(TornWeightsError, match=r"no weights for \['model.norm.weight'\]"):
+        with pytest.raises(RuntimeError, match=r"no weights for \['model.norm.weight'\]"):
             subject.use(1)
     subject.use(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,14 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import tokens_input
 
 from forge_trainer.config import GeneratorConfig
-from forge_trainer.errors import ConfigError, DataError, TornWeightsError
-from forge_trainer.hf import load_tokenizer, resolve_device, stop_token_ids
+from forge_trainer.errors import ConfigError, DataError
+from forge_trainer.hf import (
+    load_causal_lm,
+    load_tokenizer,
+    resolve_device,
+    special_token_ids,
+    stop_token_ids,
+)
 from forge_trainer.pieces import TensorFacts, WeightsVersion
 from forge_trainer.types import Completion, GenerationRequest
 from forge_trainer.types.arrays import as_array
@@ -50,8 +57,7 @@ class VllmBackend:
             ConfigError: the cache of keys and values has no room for a single completion.
         """
         device = resolve_device(self._config.device).type
-        self._tokenizer = load_tokenizer(self._model_dir)
-        self._stop_ids = stop_token_ids(self._model_dir, self._tokenizer)
+        self._tokenizer: Any = load_tokenizer(self._model_dir)
         self._engine: LLMEngine = build_engine(
             self._config,
             model_dir=self._model_dir,
@@ -63,10 +69,12 @@ class VllmBackend:
         except ConfigError:
             self._stop_engine()
             raise
-        self._staging = Staging(self._model_dir, self._dtype)
-        self._tell_workers(
-            "init_weight_transfer_engine", init_info={"staging": self._staging.address}
-        )
+        cpu = torch.device("cpu")
+        model: Any = load_causal_lm(self._model_dir, dtype=self._dtype, device=cpu)
+        self._stop_ids = stop_token_ids(model.generation_config, self._tokenizer)
+        self._staging = Staging(model)
+        where = {"staging": self._staging.address}
+        self._tell_workers("init_weight_transfer_engine", init_info=where)
         self._engine.set_weight_version(str(self._version.policy_version))
 
     def _find_limits(self) -> RequestLimits:
@@ -102,10 +110,10 @@ class VllmBackend:
 
     def add(self, request: GenerationRequest) -> None:
         """It joins at the next step."""
-        ids = as_array(request.token_ids).tolist()
+        stop_ids = self._stop_ids | special_token_ids(self._tokenizer, request.sampling.stop)
         # Blocks of another version's keys and values have another salt, so none is found.
-        prompt = tokens_input(ids, cache_salt=str(self._version))
-        self._engine.add_request(request.id, prompt, sampling_params(request, self._stop_ids))
+        prompt = tokens_input(as_array(request.token_ids).tolist(), cache_salt=str(self._version))
+        self._engine.add_request(request.id, prompt, sampling_params(request, stop_ids))
         self._requests[request.id] = request
 
     def cancel(self, request_id: str) -> None:
@@ -119,11 +127,11 @@ class VllmBackend:
         Raises: what vLLM does; all that ran are cancelled, since none of them would ever end.
         """
         try:
-            outputs = self._engine.step()
+            ended = [output for output in self._engine.step() if output.finished]
+            return [(output.request_id, self._finish(output)) for output in ended]
         except Exception:
             self._start_over()
             raise
-        return [(output.request_id, self._finish(output)) for output in outputs if output.finished]
 
     def _start_over(self) -> None:
         self._engine.abort_request(list(self._requests))
@@ -144,25 +152,17 @@ class VllmBackend:
         return len(self._requests)
 
     def use_weights(self, version: WeightsVersion, *, keep_cache: bool) -> None:
-        """Go on with what `tensors` hold; requests that run compute their keys and values again
-        unless `keep_cache`.
+        """Go on with what `tensors` hold; see `Backend`.
 
-        Raises:
-            TornWeightsError: vLLM took a part of them. Its model runs, and is of no version until
-                this succeeds.
+        Raises: what vLLM does. It may have taken a part of them, and is of no version then, until
+            this succeeds.
         """
-        try:
-            self._tell_workers("start_weight_update")
-            self._tell_workers("update_weights", update_info={})
-            self._tell_workers("finish_weight_update")
-        except Exception as error:
-            raise TornWeightsError(
-                f"vLLM loaded weights {version} in part only: {type(error).__name__}: {error}; "
-                "pull again before it generates"
-            ) from error
+        self._tell_workers("start_weight_update")
+        self._tell_workers("update_weights", update_info={})
+        self._tell_workers("finish_weight_update")
         self._version = version
         self._engine.set_weight_version(str(version.policy_version))
-        if not keep_cache or not self._requests:
+        if not (keep_cache and self._requests):
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _tell_workers(self, method: str, **arguments: object) -> None:

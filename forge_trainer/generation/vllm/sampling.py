@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams
@@ -18,7 +18,7 @@ from forge_trainer.types.messages import StopReason
 from .greedy import KEY
 
 
-def sampling_params(request: GenerationRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
+def sampling_params(request: GenerationRequest, stop_token_ids: Collection[int]) -> SamplingParams:
     """How vLLM is to sample a request; nothing is truncated or penalised."""
     wanted = request.sampling
     return SamplingParams(
@@ -40,12 +40,20 @@ def sampling_params(request: GenerationRequest, stop_token_ids: Sequence[int]) -
 def completion_of(
     request: GenerationRequest, output: RequestOutput, decoded: str | None
 ) -> Completion:
-    """What vLLM answered; `decoded` is its text where vLLM had no need of it."""
+    """What vLLM answered; `decoded` is its text where vLLM had no need of it.
+
+    Raises:
+        EngineError: log-probs are not finite, or it ended otherwise than we know.
+    """
     (found,) = output.outputs
+    logprobs = _logprobs(found)
+    if not np.isfinite(logprobs).all():
+        raise EngineError("the model's logits are not finite; look at its weights")
     return Completion(
-        prompt_token_ids=as_array(request.token_ids),
+        # Equal prompts may share an array, which then is pickled once.
+        prompt_token_ids=as_array(request.token_ids).astype(np.int32, copy=False),
         token_ids=np.array(found.token_ids, np.int32),
-        logprobs=_logprobs(found),
+        logprobs=logprobs,
         policy_versions=_policy_versions(found),
         text=found.text if decoded is None else decoded,
         temperature=request.sampling.temperature,

@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_trainer.errors import WeightsError
 from forge_trainer.functional.pieces.manifests import describe_tensor
-from forge_trainer.hf import load_causal_lm, unique_tensors
+from forge_trainer.hf import unique_tensors
 from forge_trainer.pieces import TensorFacts
 
 ALIGNMENT = 64
@@ -50,10 +49,9 @@ class StagingAddress:
 
 
 class Staging:
-    """All tensors of a Hugging Face directory in one dtype, by first name."""
+    """All tensors of a model of transformers, by first name."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
-        model = load_causal_lm(model_dir, dtype=dtype, device=torch.device("cpu"))
+    def __init__(self, model: nn.Module) -> None:
         found = unique_tensors(model)
         slots, num_bytes = _lay_out({name: tensor for name, (tensor, _) in found.items()})
         self._file = os.memfd_create("forge_trainer-staging", os.MFD_CLOEXEC)
