@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from vllm import EngineArgs, LLMEngine
@@ -22,13 +23,16 @@ def build_engine(config: GeneratorConfig, *, model_dir: Path, dtype: str, device
     vllm_config = args.create_engine_config()
     if not vllm_config.use_v2_model_runner:
         vllm_config.model_config.logits_processors = [GreedyTemperature]
-    return LLMEngine(
-        vllm_config,
-        Executor.get_class(vllm_config),
-        log_stats=False,
-        # The environment variable would say otherwise.
-        multiprocess_mode=False,
-    )
+    with warnings.catch_warnings():
+        # vLLM 0.32.0 looks at all that torch.distributed has.
+        warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated")
+        return LLMEngine(
+            vllm_config,
+            Executor.get_class(vllm_config),
+            log_stats=False,
+            # The environment variable would say otherwise.
+            multiprocess_mode=False,
+        )
 
 
 def engine_args(config: GeneratorConfig, *, model_dir: Path, dtype: str, device: str) -> EngineArgs:

@@ -86,6 +86,8 @@ def vllm_environment(cpu_threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(cpu_threads),
         # Its lines go to this process's log, not to its output.
         "VLLM_CONFIGURE_LOGGING": "0",
+        # On the CPU it binds its memory to where it is, and C++ prints that as a warning.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         # It would tell its makers what is run, and look for models elsewhere.
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
