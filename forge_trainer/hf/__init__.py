@@ -8,6 +8,8 @@ from .tokenizer import (
     largest_token_id,
     load_tokenizer,
     require_special_tokens,
+    special_token_ids,
+    stop_token_ids,
     token_counter,
 )
 from .weights import (
@@ -37,5 +39,7 @@ __all__ = [
     "require_whole_weights",
     "resolve_device",
     "token_counter",
+    "special_token_ids",
+    "stop_token_ids",
     "unique_tensors",
 ]
