@@ -107,7 +107,8 @@ def _held_out(config: GrpoConfig, model_dir: Path, sampling: SamplingParams) -> 
         greedy=given.greedy,
         stop=sampling.stop,
     )
-    runner = _runner(config, task, model_dir, changed, given.seed)
+    # One answer to a prompt is enough to count.
+    runner = _runner(config, task, model_dir, changed, given.seed, min_group=1)
     task = check_prompts(task, model_dir, config.generator, count=runner.count_tokens)
     prompts = list(itertools.islice(task.prompts, given.num_prompts))
     if len(prompts) < given.num_prompts:
@@ -116,10 +117,19 @@ def _held_out(config: GrpoConfig, model_dir: Path, sampling: SamplingParams) -> 
 
 
 def _runner(
-    config: GrpoConfig, task: Task, model_dir: Path, sampling: SamplingParams, seed: int
+    config: GrpoConfig,
+    task: Task,
+    model_dir: Path,
+    sampling: SamplingParams,
+    seed: int,
+    *,
+    min_group: int | None = None,
 ) -> EpisodeRunner:
+    environment = config.environment
+    if min_group is not None:
+        environment = environment.model_copy(update={"min_group": min_group})
     return make_episode_runner(
-        config.environment,
+        environment,
         task.reward,
         model_dir=model_dir,
         sampling=sampling,
