@@ -29,6 +29,7 @@ SUITES = (
     "pull",
     "step",
     "trl",
+    "vllm",
     "weights",
 )
 
