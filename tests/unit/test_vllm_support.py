@@ -75,6 +75,14 @@ def test_models_without_attention_on_the_cpu_are_refused(
         _check(monkeypatch, tiny_llama, CONFIG, CPU)
 
 
+def test_temperatures_that_vllm_would_change_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path
+) -> None:
+    hot = CONFIG.model_copy(update={"temperature": 2.5})
+    with pytest.raises(ConfigError, match="generator.temperature: 2.5, but vLLM samples at 0.01"):
+        _check(monkeypatch, tiny_qwen3, hot, CPU)
+
+
 def test_settings_of_vllm_need_it() -> None:
     with pytest.raises(ValidationError, match="vllm: is given, but backend is transformers"):
         GeneratorConfig(vllm=VllmConfig(kv_cache_gb=2))

@@ -58,7 +58,9 @@ def vllm_in_this_process() -> Iterator[None]:
     """With the environment of a generator's process; what vLLM changes for all is put back."""
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     threads = torch.get_num_threads()
-    os.environ.update(vllm_environment(threads))
+    # Two would wait for each other wherever the cores are shared.
+    os.environ.update(vllm_environment(cpu_threads=1))
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forge_trainer.config import VllmConfig
-from forge_trainer.errors import ConfigError
-from forge_trainer.types import Completion
+from forge_trainer.errors import ConfigError, DataError
+from forge_trainer.types import Completion, GenerationRequest, SamplingParams
 
 from .subject import (
     CONFIG,
@@ -45,6 +45,25 @@ def test_logprobs_are_those_at_the_temperature(subject: Subject) -> None:
     for temperature in (0.6, 1.0, 2.0):
         completion = subject.sample(SHORT, temperature=temperature)
         assert subject.gaps(0, completion).max() < TOLERANCE
+
+
+def test_temperatures_that_vllm_would_change_are_refused(subject: Subject) -> None:
+    """It took 0.01 for 0.005, and gave log-probs of that."""
+    for temperature in (0.005, 2.5):
+        asked = GenerationRequest(SHORT, SamplingParams(4, temperature=temperature))
+        with pytest.raises(DataError, match=f"temperature={temperature}: vLLM samples at 0.01 to"):
+            subject.backend.check(asked)
+    subject.backend.check(GenerationRequest(SHORT, SamplingParams(4, temperature=2.0)))
+
+
+def test_any_integer_is_a_seed(subject: Subject) -> None:
+    """-1 was none, and those of more than 64 bits failed."""
+    seeds = [-1, 2**90, 2**90 + 1]
+    tokens = [
+        [list(subject.sample(SHORT, seed=seed).token_ids) for _ in range(2)] for seed in seeds
+    ]
+    assert all(first == second for first, second in tokens)
+    assert len({tuple(first) for first, _ in tokens}) == 3
 
 
 def _is_likeliest(subject: Subject, completion: Completion) -> bool:

