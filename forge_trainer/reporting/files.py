@@ -42,7 +42,10 @@ def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
 
 
 class RolloutsFile:
-    """One JSON object per episode, for the first `per_step` episodes of every step."""
+    """One JSON object per episode, for the first `per_step` episodes of every step.
+
+    The reward of one that has none, since it failed, is null.
+    """
 
     def __init__(self, path: Path, *, per_step: int) -> None:
         self._file = path.open("a")
@@ -60,6 +63,7 @@ class RolloutsFile:
                     "reward": episode.reward if math.isfinite(episode.reward) else None,
                     "rewards": dict(episode.rewards),
                     "status": episode.status,
+                    "excluded": episode.excluded,
                     "turns": episode.num_turns,
                     "messages": [_message(message) for message in episode.messages],
                     "policy_version": episode.policy_version if episode.transcripts else None,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,11 +116,22 @@ def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> N
             {"role": "user", "content": "3,7:"},
             {"role": "assistant", "content": "x"},
         ],
+        "excluded": False,
         "policy_version": 0,
     }
     evaluation = {"step": 2, "eval/reward": 0.5, "eval/reward_high": None}
     assert json.loads((tmp_path / "evaluations.jsonl").read_text()) == evaluation
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_a_failed_episode_has_no_reward_in_its_file(tmp_path: Path) -> None:
+    file = RolloutsFile(tmp_path / "rollouts.jsonl", per_step=1)
+    failed = replace(episode(math.nan), status="failed", excluded=True)
+    file.write_step({"step": 1}, [failed])
+    file.close()
+    (line,) = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    shown = json.loads(line)
+    assert (shown["reward"], shown["status"], shown["excluded"]) == (None, "failed", True)
 
 
 def test_the_summary_compares_first_and_last_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ import pytest
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.advantages import group_advantages
 from forge_trainer.functional.estimates.flops import device_peak_flops, training_flops
-from forge_trainer.functional.rewards import exact_match, resolve_reward, starts_with_answer
+from forge_trainer.functional.rewards import (
+    as_reward,
+    exact_match,
+    resolve_reward,
+    starts_with_answer,
+)
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.functional.sequences import group_sequences
 from forge_trainer.types import Completion, Episode, Message, Prompt, TrainSequence, Transcript
@@ -122,3 +128,26 @@ def test_a_token_without_a_logprob_is_no_target() -> None:
         token_weights=[0.0, 0.0, 1.0, 0.0, 0.0],
         temperature=0.7,
     )
+
+
+def test_what_is_excluded_is_in_nobodys_advantage() -> None:
+    excluded = replace(episode(math.nan), status="failed", excluded=True)
+    group = [episode(1.0), excluded, episode(0.0)]
+    sequences = group_sequences(group, divide_by_std=False, per_sequence_mean=True)
+    last = [np.asarray(sequence.advantages)[-1] for sequence in sequences]
+    assert last == [0.5, -0.5]
+
+
+def test_a_reward_may_be_async_and_may_take_a_group() -> None:
+    async def judge(completion: str, prompt: Prompt) -> float:
+        return 0.0
+
+    def ranks(texts: list[str], prompt: Prompt) -> list[float]:
+        return []
+
+    assert as_reward(judge).is_async
+    assert not as_reward(judge).takes_group
+    assert as_reward(ranks).takes_group
+    assert not as_reward(ranks, takes_group=False).takes_group
+    assert as_reward(exact_match).is_cheap
+    assert not as_reward(ranks).is_cheap
