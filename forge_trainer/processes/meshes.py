@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,8 @@ class Place:
     """There before Python starts, so also before CUDA does."""
     python: str | None = None
     """The interpreter; None is the controller's own path."""
+    by_host: Sequence[Mapping[str, str]] = ()
+    """What each host has of its own in that environment, in their order; empty if none has."""
 
 
 HOST_VARIABLE = "FORGE_TRAINER_HOST"
@@ -93,11 +95,12 @@ def start_command(place: Place, point: Any) -> BootstrapCommand:
     """What starts the process at this point of a mesh."""
     command = default_bootstrap_cmd()
     host = f"{place.name}/{point['hosts']}" if "hosts" in point else place.name
+    own = place.by_host[point["hosts"]] if place.by_host else {}
     return BootstrapCommand(
         place.python or command.program,
         None,
         command.args,
-        {**command.env, **place.environment, HOST_VARIABLE: host},
+        {**command.env, **place.environment, **own, HOST_VARIABLE: host},
     )
 
 

@@ -50,8 +50,9 @@ def plan_placement(
     placement: PlacementConfig,
     launch: LaunchConfig,
     inventory: HostInventory,
+    cores: Mapping[Role, int] | None = None,
 ) -> Placement:
-    """A plan for every mesh.
+    """A plan for every mesh. `cores` are those of a host of each mesh, once hosts have told.
 
     Raises:
         ConfigError: with a table of what was asked and what is there.
@@ -79,7 +80,10 @@ def plan_placement(
             devices=devices.get(role, ()),
             gpu_names=tuple(inventory.gpus[i].name for i in devices.get(role, ())),
             cpu_threads=configs[role].cpu_threads
-            or _fair_share(inventory, _on_same_hosts(role, wanted, launch)),
+            or _fair_share(
+                (cores or {}).get(launch.mesh_of(role), inventory.cores),
+                _on_same_hosts(role, wanted, launch),
+            ),
         )
         for role, (num_hosts, per_host) in wanted.items()
     }
@@ -180,8 +184,8 @@ def _on_same_hosts(role: Role, wanted: Mapping[Role, tuple[int, int]], launch: L
     return sum(n for other, (_, n) in wanted.items() if launch.mesh_of(other) == here)
 
 
-def _fair_share(inventory: HostInventory, processes: int) -> int:
-    return max(1, (inventory.cores or 1) // processes)
+def _fair_share(cores: int | None, processes: int) -> int:
+    return max(1, (cores or 1) // processes)
 
 
 def describe(plan: MeshPlan) -> str:
