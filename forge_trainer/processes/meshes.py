@@ -69,6 +69,13 @@ class Place:
 
 
 HOST_VARIABLE = "FORGE_TRAINER_HOST"
+START = (
+    "import runpy, signal; signal.signal(signal.SIGTERM, lambda *_: None); "
+    "runpy.run_module('monarch._src.actor.bootstrap_main', run_name='__main__', alter_sys=True)"
+)
+"""What Monarch 0.7.0 starts itself, but deaf to SIGTERM: service managers send it to all processes
+of a run, and it is for the controller, which closes the others in order. What these start hears it.
+Python lets it be set on the main thread alone, and later none of ours runs there."""
 THIS_MACHINE = Place()
 
 
@@ -99,7 +106,7 @@ def start_command(place: Place, point: Any) -> BootstrapCommand:
     return BootstrapCommand(
         place.python or command.program,
         None,
-        command.args,
+        ["-c", START],
         {**command.env, **place.environment, **own, HOST_VARIABLE: host},
     )
 
