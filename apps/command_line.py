@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import logging
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import FrameType
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -14,8 +18,13 @@ from forge_trainer.config.load import load_config, print_help
 from forge_trainer.errors import ConfigError, ForgeTrainerError
 
 C = TypeVar("C", bound=BaseModel)
+T = TypeVar("T")
 
-OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, BAD_CONFIG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+
+class Terminated(BaseException):
+    """SIGTERM, as KeyboardInterrupt is SIGINT."""
 
 
 def run_app(
@@ -51,8 +60,9 @@ def run_app(
             raise ConfigError(f"--config is missing; usage: {usage}")
         if own.overwrite:
             overrides += ["--run.overwrite", "true"]
-        config = load_config(schema, own.config, overrides)
-        code = dry_run(config) if dry_run and own.dry_run else start(config)
+        with _raising_terminated():
+            config = load_config(schema, own.config, overrides)
+            code = dry_run(config) if dry_run and own.dry_run else start(config)
     except ConfigError as error:
         return _failed(error, BAD_CONFIG)
     except ForgeTrainerError as error:
@@ -60,7 +70,61 @@ def run_app(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return TERMINATED
     return OK if code is None else code
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """What `main` returns. SIGTERM cancels it as Ctrl-C does, so that it closes what it opened.
+
+    Also where Ctrl-C is ignored, as in what a shell runs in the background.
+
+    Raises:
+        Terminated: `main` has closed.
+    """
+    is_told = False
+
+    async def listening() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end() -> None:
+            nonlocal is_told
+            # Schedulers may say it again while it closes, which is to be let to its end.
+            if not is_told:
+                is_told = True
+                task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        return await main
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(listening())
+    except (asyncio.CancelledError, ForgeTrainerError) as error:
+        # Processes that got the signal as well are lost, which is not what ended the run.
+        if is_told:
+            raise Terminated from error
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if is_told else before)
+
+
+@contextlib.contextmanager
+def _raising_terminated() -> Iterator[None]:
+    """SIGTERM raises Terminated, once, wherever this thread is; it closes what it opened."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _failed(error: Exception, code: int) -> int:

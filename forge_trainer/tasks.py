@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import contextvars
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -61,3 +64,23 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a cancelled call failed: %s: %s", type(error).__name__, error)
         raise
+
+
+async def left_behind(wait: Callable[[], T]) -> T:
+    """What `wait` returns, which blocks on a thread of its own.
+
+    A caller that is cancelled leaves the thread behind, as does the end of the process; those of
+    `asyncio.to_thread` would be waited for.
+    """
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(wait())
+        except BaseException as error:
+            done.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="left_behind", daemon=True).start()
+    return await asyncio.wrap_future(done)

@@ -3,18 +3,17 @@
     python -m apps.grpo.main --config configs/grpo_tiny.yaml [--overwrite] [--dry-run]
         [--section.key value]
 
-Exit codes: 0 done, 1 failed, 2 the config cannot work, 130 stopped with Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 the config cannot work, 130 stopped with Ctrl-C, 143 with SIGTERM.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apps.command_line import run_app
+from apps.command_line import run, run_app
 from forge_trainer.config import GrpoConfig
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def start(config: GrpoConfig) -> None:
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:
             model_dir = Path(shutil.copytree(scratch, folder / MODEL_FOLDER))
-    asyncio.run(train(config, model_dir, folder, rollouts))
+    run(train(config, model_dir, folder, rollouts))
 
 
 async def train(config: GrpoConfig, model_dir: Path, folder: Path, rollouts: Rollouts) -> None:

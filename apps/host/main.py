@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_trainer.config.launch import worker_address
+from forge_trainer.config.hosts.launch import worker_address
 
 OK, BAD_ARGUMENT = 0, 2
 

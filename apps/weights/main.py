@@ -3,20 +3,19 @@
     python -m apps.weights.main verify --config FILE [--checkpoint PATH] [--section.key value]
 
 Exit codes: 0 all tensors are equal, 1 some differ or it failed, 2 the config cannot work,
-130 stopped with Ctrl-C.
+130 stopped with Ctrl-C, 143 with SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apps.command_line import BAD_CONFIG, FAILED, OK, run_app
+from apps.command_line import BAD_CONFIG, FAILED, OK, run, run_app
 from forge_trainer.config import GrpoConfig, ProfilingConfig
 from forge_trainer.errors import ConfigError
 
@@ -86,7 +85,7 @@ def verify(config: GrpoConfig, checkpoint: Path | None) -> int:
                 raise ConfigError(f"--checkpoint {checkpoint}: {error}") from error
             raise
         load = None if kind in (None, "hf") else checkpoint
-        return report(asyncio.run(compare(config, model_dir.resolve(), load)))
+        return report(run(compare(config, model_dir.resolve(), load)))
 
 
 def find_model(config: GrpoConfig, scratch: Path) -> Path:

@@ -12,11 +12,14 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from forge_trainer.types import HostInventory
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ class HostFacts:
     host: str
     address: str | None
     """IPv4 of its name, or of the interface that was asked for."""
+    inventory: HostInventory = field(default_factory=HostInventory)
+    """What it has for the processes that start there."""
 
 
 def become_guard(log_folder: Path | None, role: str) -> None:
@@ -48,9 +53,12 @@ class HostGuard(Actor):
     Monarch leaves hosts and what runs on them alive when a controller dies without closing them.
     """
 
-    def __init__(self, timeout_s: float, *, keeps_host: bool) -> None:
+    def __init__(
+        self, timeout_s: float, take_stock: Callable[[], HostInventory], *, keeps_host: bool
+    ) -> None:
         """With `keeps_host`, the host itself stays, for somebody else has started it."""
         self._timeout_s = timeout_s
+        self._take_stock = take_stock
         self._keeps_host = keeps_host
         self._heard = time.monotonic()
         self._host_pid = os.getppid()
@@ -60,7 +68,7 @@ class HostGuard(Actor):
     async def look(self, interface: str | None) -> HostFacts:
         """What the host says of itself; with an interface, its address there."""
         self._heard = time.monotonic()
-        return HostFacts(host=socket.gethostname(), address=_address(interface))
+        return HostFacts(socket.gethostname(), _address(interface), self._take_stock())
 
     @concurrent_endpoint
     async def beat(self) -> None:

@@ -4,7 +4,8 @@ Nothing here imports torch. `load` reads files and command lines.
 """
 
 from .algorithm import AlgorithmConfig
-from .launch import KubernetesConfig, LaunchConfig, SlurmConfig, TlsConfig
+from .hosts.kubernetes import KubernetesConfig
+from .hosts.launch import LaunchConfig, SlurmConfig, TlsConfig
 from .layout import ParallelConfig
 from .model import ModelConfig, TinyModelConfig
 from .optimizer import LRScheduleConfig, OptimizerConfig, ParamGroupConfig

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from .algorithm import AlgorithmConfig
-from .launch import LaunchConfig
+from .hosts.launch import LaunchConfig
 from .layout import ParallelConfig, require_full_layout
 from .model import ModelConfig
 from .placement import PlacementConfig, Role

@@ -99,7 +99,8 @@ async def running_services(
     """
     trainers = _trainers(trainer, reference)
     inventory = site.inventory or find_inventory(site.launch)
-    plans = plan_placement(trainers, generator, site.placement, site.launch, inventory)
+    asked = (trainers, generator, site.placement, site.launch, inventory)
+    plan_placement(*asked)
     check_models(model_dir, trainers.values(), generator, weights, gpus=inventory.gpus)
     for config in trainers.values():
         if site.launch.kind == "local":
@@ -112,6 +113,7 @@ async def running_services(
         stack.enter_context(controller_log(site.logs))
         log_folder = Path(site.logs.folder) if site.logs else None
         hosts = await stack.enter_async_context(running_hosts(site.launch, log_folder=log_folder))
+        plans = plan_placement(*asked, hosts.cores)
         await _require_shared(hosts, trainers["trainer"], model_dir, checkpoint_folder, site)
         store = RunStore(weights, stack, hosts.place(plans["trainer"]))
         meshes = await _start_meshes(stack, hosts, [plans[role] for role in trainers], site.logs)

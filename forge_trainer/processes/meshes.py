@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +66,18 @@ class Place:
     """The interpreter; None is the controller's own path."""
     first_host: int = 0
     """What the first of these hosts is called in the mesh called `name`."""
+    by_host: Sequence[Mapping[str, str]] = ()
+    """What each host has of its own in that environment, in their order; empty if none has."""
 
 
 HOST_VARIABLE = "FORGE_TRAINER_HOST"
+START = (
+    "import runpy, signal; signal.signal(signal.SIGTERM, lambda *_: None); "
+    "runpy.run_module('monarch._src.actor.bootstrap_main', run_name='__main__', alter_sys=True)"
+)
+"""What Monarch 0.7.0 starts itself, but deaf to SIGTERM: service managers send it to all processes
+of a run, and it is for the controller, which closes the others in order. What these start hears it.
+Python lets it be set on the main thread alone, and later none of ours runs there."""
 THIS_MACHINE = Place()
 
 
@@ -106,11 +115,12 @@ def start_command(place: Place, point: Any) -> BootstrapCommand:
     host = place.name
     if "hosts" in point:
         host = f"{place.name}/{place.first_host + point['hosts']}"
+    own = place.by_host[point["hosts"]] if place.by_host else {}
     return BootstrapCommand(
         place.python or command.program,
         None,
-        command.args,
-        {**command.env, **place.environment, HOST_VARIABLE: host},
+        ["-c", START],
+        {**command.env, **place.environment, **own, HOST_VARIABLE: host},
     )
 
 

@@ -40,11 +40,14 @@ class Witness(Actor):
 
 async def main(launch: LaunchConfig, num_ranks: int, gpus: int) -> None:
     trainers: dict[Role, TrainerConfig] = {"trainer": TrainerConfig(num_ranks=num_ranks)}
-    inventory = HostInventory(tuple(Gpu(str(i)) for i in range(gpus)), cores=2)
-    plans = plan_placement(trainers, GeneratorConfig(), PlacementConfig(), launch, inventory)
+    inventory = HostInventory(tuple(Gpu(str(i)) for i in range(gpus)))
     prepare_controller()
     async with running_hosts(launch, log_folder=Path.cwd()) as hosts:
-        told: dict[str, Any] = {"controller": os.getpid()}
+        plans = plan_placement(
+            trainers, GeneratorConfig(), PlacementConfig(), launch, inventory, hosts.cores
+        )
+        threads = {role: plan.cpu_threads for role, plan in plans.items()}
+        told: dict[str, Any] = {"controller": os.getpid(), "cpu_threads": threads}
         for role, plan in plans.items():
             place = hosts.place(plan)
             assert place.hosts is not None
@@ -56,7 +59,9 @@ async def main(launch: LaunchConfig, num_ranks: int, gpus: int) -> None:
             told[role] = list((await witnesses.tell.call()).values())
         print(json.dumps(told), flush=True)
         # Until somebody closes standard input.
-        await asyncio.to_thread(sys.stdin.read)
+        while await asyncio.to_thread(sys.stdin.readline):
+            again = list((await witnesses.tell.call()).values())
+            print(json.dumps(again), flush=True)
     print(json.dumps("closed"), flush=True)
 
 

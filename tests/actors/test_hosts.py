@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.actors.stand_ins import FULL_SLURM, SLURM, SSH, SSH_WITHOUT_A_KEY, stand_ins
 from tests.processes import descendants, wait_until_gone
 from tests.waiting import wait_until
 
@@ -51,11 +53,22 @@ class Controller:
 
     def told(self) -> dict[str, Any]:
         """What its witnesses said; waits for them."""
+        told: dict[str, Any] = self._line()
+        return told
+
+    def told_again(self) -> list[dict[str, Any]]:
+        """What those of the generator say now."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+        told: list[dict[str, Any]] = self._line()
+        return told
+
+    def _line(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.errors()
-        told: dict[str, Any] = json.loads(line)
-        return told
+        return json.loads(line)
 
     def errors(self) -> str:
         self.process.wait()
@@ -88,10 +101,10 @@ def _pids(told: dict[str, Any]) -> set[int]:
 
 
 def test_processes_find_their_devices_and_hosts(tmp_path: Path) -> None:
-    """With a faked inventory: ranks host by host, each mesh with devices of its own."""
-    launch = {**PROCESSES, "kind": "slurm", "gpus_per_host": 4}
+    """Ranks host by host, each mesh with devices of its own, out of what is left on its hosts."""
+    launch = {**PROCESSES, "kind": "slurm", "gpus_per_host": 2}
     with (
-        stand_ins(tmp_path) as environment,
+        stand_ins(tmp_path, SLURM) as environment,
         controlling(
             {
                 **launch,
@@ -102,7 +115,7 @@ def test_processes_find_their_devices_and_hosts(tmp_path: Path) -> None:
             },
             tmp_path,
             num_ranks=4,
-            gpus=4,
+            gpus=2,
             environment=environment,
         ) as controller,
     ):
@@ -111,8 +124,11 @@ def test_processes_find_their_devices_and_hosts(tmp_path: Path) -> None:
         assert wait_until_gone(_pids(told)) == set()
     seen = [(one["rank"], one["FORGE_TRAINER_HOST"]) for one in told["trainer"]]
     assert seen == [(0, "trainer/0"), (1, "trainer/0"), (2, "trainer/1"), (3, "trainer/1")]
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in told["trainer"]} == {"0,1"}
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in told["generator"]] == ["0"]
+    devices = [one["CUDA_VISIBLE_DEVICES"] for one in told["trainer"]]
+    assert devices == ["0,1", "0,1", "6,7", "6,7"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in told["generator"]] == ["GPU-8a3b"]
+    cores = len(os.sched_getaffinity(0))
+    assert told["cpu_threads"] == {"trainer": max(1, cores // 2), "generator": cores}
     # One node each, and what the scheduler says is there.
     nodes = [one["SLURM_NODEID"] for one in [*told["trainer"][::2], *told["generator"]]]
     assert sorted(nodes) == ["0", "1", "2"]
@@ -156,24 +172,62 @@ def test_workers_that_wait_serve_holders_of_a_certificate_alone(tmp_path: Path) 
         assert all(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_workers_that_ssh_starts_end_with_the_run(tmp_path: Path) -> None:
+def test_who_gives_up_in_a_queue_takes_the_job_back(tmp_path: Path) -> None:
+    """Waiting blocked the event loop: the first Ctrl-C did nothing, and the job stayed."""
+    launch = {**PROCESSES, "kind": "slurm", "controller_address": "127.0.0.1"}
+    with (
+        stand_ins(tmp_path, FULL_SLURM) as environment,
+        controlling(launch, tmp_path, environment=environment) as controller,
+    ):
+        wait_until((tmp_path / "asked").exists, "a look at the queue")
+        controller.process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in controller.errors()
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+
+
+def _over_ssh() -> dict[str, Any]:
     """The stand-in runs here what it is asked to run there; machines are loopback addresses."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/bash\nexec setsid --wait bash -c "${@: -1}" > /dev/null 2>&1\n')
-    ssh.chmod(0o755)
-    launch = {
+    return {
         "kind": "ssh",
-        "addresses": {"trainer": ["127.0.0.2"], "generator": ["127.0.0.3"]},
+        "addresses": {"trainer": ["127.0.0.2", "127.0.0.3"], "generator": ["127.0.0.4"]},
         "controller_address": "127.0.0.1",
         "interface": "lo",
         "port": _free_port(),
     }
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with controlling(launch, tmp_path, num_ranks=1, environment=environment) as controller:
+
+
+def test_workers_that_ssh_starts_end_with_the_run(tmp_path: Path) -> None:
+    """Also where one is lost, which kept Monarch from ending the others of its mesh. And not with a
+    connection that breaks."""
+    with (
+        stand_ins(tmp_path, SSH) as environment,
+        controlling(_over_ssh(), tmp_path, environment=environment) as controller,
+    ):
         told = controller.told()
-        assert len({told[role][0]["host_pid"] for role in ("trainer", "generator")}) == 2
+        hosts = {one["host_pid"] for role in ("trainer", "generator") for one in told[role]}
+        assert hosts == {int(file.read_text()) for file in tmp_path.glob("*.pid")}
+        assert len(hosts) == 3
+        _connection(tmp_path, "127.0.0.4").kill()
+        assert controller.told_again() == told["generator"]
+        os.kill(told["trainer"][1]["host_pid"], signal.SIGKILL)
         controller.let_go()
         assert wait_until_gone(_pids(told)) == set()
+
+
+def _connection(folder: Path, host: str) -> psutil.Process:
+    return psutil.Process(int((folder / f"{host}.ssh").read_text()))
+
+
+def test_a_failed_login_is_told_and_ends_what_other_machines_run(tmp_path: Path) -> None:
+    """It was a time-out after minutes, and the workers elsewhere stayed."""
+    with (
+        stand_ins(tmp_path, SSH_WITHOUT_A_KEY) as environment,
+        controlling(_over_ssh(), tmp_path, environment=environment) as controller,
+    ):
+        errors = controller.errors()
+        assert "ConfigError: launch.addresses: `ssh 127.0.0.3` ended with code 255" in errors
+        assert "me@127.0.0.3: Permission denied (publickey)." in errors
+        assert wait_until_gone({int((tmp_path / "127.0.0.2.pid").read_text())}) == set()
 
 
 @contextlib.contextmanager
@@ -240,49 +294,3 @@ def _free_port() -> int:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) == 0
-
-
-STAND_INS = {
-    # Takes the script on standard input, and starts it.
-    "sbatch": """
-cat > $FOLDER/job.sh
-nodes=$(sed -n 's/^#SBATCH --nodes=//p' $FOLDER/job.sh)
-SLURM_JOB_ID=7 SLURM_NNODES=$nodes setsid bash $FOLDER/job.sh > $FOLDER/out 2>&1 < /dev/null &
-echo $! > $FOLDER/group
-echo $nodes > $FOLDER/nodes
-echo "Submitted batch job 7"
-""",
-    # One task per node; nodes are loopback addresses, which stand for their names.
-    "srun": """
-while [[ $1 == --* ]]; do shift; done
-for ((node = 0; node < SLURM_NNODES; node++)); do
-  code=${3//"{socket.gethostname()}"/127.0.0.$((node + 2))}
-  SLURM_NODEID=$node SLURM_PROCID=$node "$1" "$2" "$code" &
-done
-wait
-""",
-    "squeue": """
-if ! kill -0 $(cat $FOLDER/group) 2> /dev/null; then echo '{"jobs": []}'; exit; fi
-for ((node = 0; node < $(cat $FOLDER/nodes); node++)); do
-  names+="{\\"name\\": \\"127.0.0.$((node + 2))\\"},"
-done
-allocation="{\\"nodes\\": {\\"allocation\\": [${names%,}]}}"
-echo "{\\"jobs\\": [{\\"job_state\\": [\\"RUNNING\\"], \\"job_resources\\": $allocation}]}"
-""",
-    "scancel": "\nkill -- -$(cat $FOLDER/group)\n",
-}
-
-
-@contextlib.contextmanager
-def stand_ins(folder: Path) -> Iterator[dict[str, str]]:
-    """An environment whose Slurm starts jobs on this machine; the job is gone at the end."""
-    for name, text in STAND_INS.items():
-        path = folder / name
-        path.write_text("#!/bin/bash" + text.replace("$FOLDER", str(folder)))
-        path.chmod(0o755)
-    try:
-        yield {"PATH": f"{folder}:{os.environ['PATH']}"}
-    finally:
-        if (folder / "group").exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(int((folder / "group").read_text()), signal.SIGKILL)

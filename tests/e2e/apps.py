@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,6 +65,13 @@ class RunningApp:
         """Ctrl-C."""
         self._note()
         os.killpg(self.process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """What schedulers and service managers do: SIGTERM for every process of the run."""
+        self._note()
+        for pid in [*self.seen, self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
     def finish(self, timeout_s: float = 4 * A_HANG_S) -> tuple[int, str, str]:
         """Exit code, stdout and stderr. No process and no shared memory is left."""

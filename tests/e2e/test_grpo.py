@@ -180,6 +180,20 @@ def test_ctrl_c_stops_cleanly(tmp_path: Path, moment: str) -> None:
     assert (code, err) == (130, "stopped\n"), err
 
 
+def test_sigterm_stops_cleanly(tmp_path: Path) -> None:
+    """Also what a shell has started in the background, which ignores Ctrl-C."""
+    folder = tmp_path / "run"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        app = RunningApp(APP, [*TINY, "--run.folder", str(folder)]).start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    app.wait_for(folder / "metrics.jsonl")
+    app.terminate()
+    code, _, err = app.finish()
+    assert (code, err) == (143, "terminated\n"), err
+
+
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     app = RunningApp(APP, [*TINY, "--run.folder", str(folder)]).start()

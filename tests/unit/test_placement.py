@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from forge_trainer.actors.guard import HostFacts
 from forge_trainer.config import (
     GeneratorConfig,
     GrpoConfig,
@@ -20,8 +22,9 @@ from forge_trainer.config import (
     TrainerConfig,
 )
 from forge_trainer.errors import ConfigError
+from forge_trainer.processes.hosts.guards import HostGuards
 from forge_trainer.processes.hosts.inventory import find_inventory, visible
-from forge_trainer.processes.hosts.launch import process_environment
+from forge_trainer.processes.hosts.launch import Hosts, gpus_of, process_environment
 from forge_trainer.processes.hosts.placement import (
     MeshPlan,
     Placement,
@@ -293,6 +296,61 @@ def test_a_plan_names_devices_as_the_controller_sees_them() -> None:
     assert plans["generator"].gpu_names == ("7",)
 
 
+SLURM = LaunchConfig(kind="slurm", hosts={"trainer": 2, "generator": 1})
+EIGHT = tuple(Gpu(str(i)) for i in range(8))
+
+
+def _facts(*variables: str | None) -> list[HostFacts]:
+    return [
+        HostFacts(
+            f"node{number}",
+            f"10.0.0.{number}",
+            HostInventory(tuple(visible(list(EIGHT), variable)), cores=16 + number),
+        )
+        for number, variable in enumerate(variables)
+    ]
+
+
+def test_devices_are_those_that_a_scheduler_leaves_on_each_host() -> None:
+    """They were counted from 0 everywhere, which are somebody else's on a shared node."""
+    plan = _plan(8, ranks=4, launch=SLURM)["trainer"]
+    assert plan.devices == (0, 1)
+    assert gpus_of(plan, _facts(None, "4,5")) == [["0", "1"], ["4", "5"]]
+    assert gpus_of(plan, _facts("GPU-8a3b,MIG-1", "7,2,1")) == [["GPU-8a3b", "MIG-1"], ["7", "2"]]
+    on_cpus = _plan(0, ranks=4, launch=SLURM)["trainer"]
+    assert gpus_of(on_cpus, _facts("", "")) == [[], []]
+
+
+def test_hosts_with_other_devices_than_asked_for_are_named() -> None:
+    plan = _plan(8, ranks=4, launch=SLURM)["trainer"]
+    with pytest.raises(ConfigError) as caught:
+        gpus_of(plan, _facts("2,3", "5"))
+    assert "the trainer is to have GPUs (0, 1) of each host" in str(caught.value)
+    assert "trainer/0 (node0) 2, trainer/1 (node1) 1" in str(caught.value)
+
+
+def test_processes_on_other_machines_share_the_cores_that_are_there() -> None:
+    """They had one thread each. A host with fewer cores than the others decides."""
+    planned = functools.partial(
+        plan_placement,
+        {"trainer": TrainerConfig(num_ranks=4)},
+        GeneratorConfig(),
+        PlacementConfig(),
+        SLURM,
+        HostInventory(),
+    )
+    assert {plan.cpu_threads for plan in planned().values()} == {1}
+    guards = HostGuards({}, {"trainer": _facts(None, None), "generator": _facts(None)})
+    plans = planned(cores=Hosts(SLURM, {}, guards).cores)
+    assert {role: plan.cpu_threads for role, plan in plans.items()} == {
+        "trainer": 8,
+        "generator": 16,
+    }
+    # What shares this machine was told its part before.
+    here = LaunchConfig(kind="processes", hosts={"trainer": 2})
+    assert Hosts(here, {}, guards).cores == {}
+
+
 def test_hosts_on_this_machine_share_its_cores() -> None:
     launch = LaunchConfig(kind="processes", hosts={"trainer": 2, "generator": 1})
     here, parts = find_inventory(LOCAL).cores, find_inventory(launch).cores
@@ -312,6 +370,7 @@ def test_hosts_on_this_machine_share_its_cores() -> None:
         ({"kind": "ssh", "addresses": {"trainer": ["a"], "generator": []}}, "each of them once"),
         ({"kind": "ssh", "addresses": {"trainer": ["me@a"]}}, "not the name or address"),
         ({"python": "/bin/python"}, "python is for kinds"),
+        ({"kind": "slurm", "hosts": {"trainer": 1}, "bind": "node1"}, "a valid IPv4 or IPv6"),
         ({"kind": "slurm", "hosts": {"trainer": 1}, "orphan_timeout_s": 5}, "at least lost_host_s"),
         ({"kind": "kubernetes", "hosts": {"trainer": 1}}, "kubernetes is missing"),
         ({"slurm": {"partition": "p"}}, "slurm is for kind: slurm"),

@@ -17,9 +17,33 @@ from forge_trainer.errors import ConfigError
 from forge_trainer.reporting import Reporter
 from forge_trainer.reporting.console import SummarySink
 from forge_trainer.reporting.files import MetricsFile, RolloutsFile, TensorBoardSink
-from forge_trainer.tasks import run_with_background
+from forge_trainer.tasks import left_behind, run_with_background
 from forge_trainer.types import Episode
 from tests.unit.test_small_functions import episode
+from tests.waiting import Gate
+
+
+def test_what_blocks_gives_its_value_or_its_error() -> None:
+    """Who is cancelled leaves it behind, which no process waits for."""
+    gate = Gate()
+
+    async def scenario() -> None:
+        assert await left_behind(lambda: 3) == 3
+        with pytest.raises(ConnectionError):
+            await left_behind(failing)
+        waiting = asyncio.create_task(left_behind(gate.pass_through))
+        await gate.reached()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    def failing() -> None:
+        raise ConnectionError("no scheduler")
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        gate.open()
 
 
 def test_the_first_failure_of_either_loop_ends_both() -> None:

@@ -25,6 +25,8 @@ from forge_trainer.processes.meshes import (
     start_command,
 )
 
+from .inventory import this_machine
+
 logger = logging.getLogger(__name__)
 
 BEATS_PER_TIMEOUT = 9
@@ -89,21 +91,25 @@ async def guarded(
     Raises:
         ConfigError: a host's name leads to itself alone, or it has no such interface.
     """
+    processes: dict[Role, ProcMesh] = {}
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(_stop, processes)
         guards: dict[Role, Any] = {}
         for role, mesh in hosts.items():
-            place = Place(mesh, role, {"CUDA_VISIBLE_DEVICES": ""}, launch.python)
-            processes: ProcMesh = mesh.spawn_procs(
+            # They are to see what the host has been given; nothing there opens a GPU.
+            place = Place(mesh, role, python=launch.python)
+            processes[role] = mesh.spawn_procs(
                 per_host={RANKS: 1},
                 bootstrap=functools.partial(become_guard, log_folder, role),
                 bootstrap_command=functools.partial(start_command, place),
                 name=f"{role}_guard",
             )
-            stack.push_async_callback(
-                closing, f"{role} guards", processes.stop, timeout_s=HOST_STOP_TIMEOUT_S
-            )
-            guards[role] = processes.spawn(
-                "guard", HostGuard, launch.orphan_timeout_s, keeps_host=launch.kind == "hosts"
+            guards[role] = processes[role].spawn(
+                "guard",
+                HostGuard,
+                launch.orphan_timeout_s,
+                this_machine,
+                keeps_host=launch.kind == "hosts",
             )
         facts = {role: await _look(role, one, launch) for role, one in guards.items()}
         for role, of_hosts in facts.items():
@@ -115,6 +121,16 @@ async def guarded(
             yield found
         finally:
             beating.cancel()
+
+
+async def _stop(guards: Mapping[Role, ProcMesh]) -> None:
+    # Side by side, for those on a lost host are waited for.
+    await asyncio.gather(
+        *(
+            closing(f"{role} guards", mesh.stop, timeout_s=HOST_STOP_TIMEOUT_S)
+            for role, mesh in guards.items()
+        )
+    )
 
 
 async def _look(role: Role, guards: Any, launch: LaunchConfig) -> list[HostFacts]:

@@ -1,4 +1,4 @@
-"""What hosts have: this one is asked, others are described by the config.
+"""What hosts have: this one is asked, others are described by the config until they are there.
 
 The controller never opens a GPU: NVML tells what there is without a CUDA context.
 """
@@ -6,6 +6,7 @@ The controller never opens a GPU: NVML tells what there is without a CUDA contex
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import psutil
 import pynvml
@@ -22,8 +23,13 @@ def find_inventory(launch: LaunchConfig) -> HostInventory:
         return HostInventory((), max(1, _usable_cores() // hosts), _memory_bytes() // hosts)
     if launch.kind != "local":
         return HostInventory(tuple(Gpu(str(i)) for i in range(launch.gpus_per_host or 0)))
-    gpus = _visible_gpus()
-    return HostInventory(tuple(gpus[: launch.gpus_per_host]), _usable_cores(), _memory_bytes())
+    here = this_machine()
+    return replace(here, gpus=here.gpus[: launch.gpus_per_host])
+
+
+def this_machine() -> HostInventory:
+    """What a process that is started from here finds."""
+    return HostInventory(tuple(_visible_gpus()), _usable_cores(), _memory_bytes())
 
 
 def _visible_gpus() -> list[Gpu]:

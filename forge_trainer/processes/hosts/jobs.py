@@ -9,26 +9,30 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from monarch._src.job.job import SSHJob
 from monarch.actor import HostMesh, attach_to_workers
 from monarch.config import configure, configured
 from monarch.job import JobTrait, ProcessJob, SlurmJob
 
 from forge_trainer.config import LaunchConfig, Role
 from forge_trainer.errors import ConfigError, ForgeTrainerError
-from forge_trainer.processes.meshes import closing
+from forge_trainer.processes.meshes import HOST_STOP_TIMEOUT_S, closing
+from forge_trainer.tasks import left_behind, run_with_background
 
 from .certificates import use_certificates
+from .pods import kubernetes_job
+from .ssh import WatchedSshJob
 
 # Monarch's jobs write what they do to the console, past the log that was asked for.
 logging.getLogger("monarch._src.job.job").setLevel(logging.WARNING)
 
+logger = logging.getLogger(__name__)
+
 HostMeshes = dict[Role, HostMesh]
-Starter = Callable[[LaunchConfig, Path | None, contextlib.AsyncExitStack], HostMeshes]
+Starter = Callable[[LaunchConfig, Path | None, contextlib.AsyncExitStack], Awaitable[HostMeshes]]
 
 
 @contextlib.asynccontextmanager
@@ -44,10 +48,7 @@ async def start_hosts(launch: LaunchConfig, log_folder: Path | None) -> AsyncIte
         # Whatever is chosen for these hosts is not for what comes after them.
         stack.enter_context(configured())
         try:
-            meshes = _STARTERS[launch.kind](launch, log_folder, stack)
-            async with asyncio.timeout(launch.start_timeout_s):
-                for mesh in meshes.values():
-                    await mesh.initialized
+            meshes = await _STARTERS[launch.kind](launch, log_folder, stack)
         except ForgeTrainerError:
             raise
         except TimeoutError as error:
@@ -61,34 +62,45 @@ async def start_hosts(launch: LaunchConfig, log_folder: Path | None) -> AsyncIte
         yield meshes
 
 
-def _processes(
+async def _processes(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
-    return _meshes_of(ProcessJob(dict(launch.hosts)), launch, stack)
+    meshes = await _meshes_of(ProcessJob(dict(launch.hosts)), launch, stack)
+    await _attached(meshes, launch)
+    return meshes
 
 
-def _slurm(
+async def _slurm(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
     job = slurm_job(launch, log_folder)
     listen_at(launch)
-    return _meshes_of(job, launch, stack)
+    meshes = await _meshes_of(job, launch, stack)
+    await _attached(meshes, launch)
+    return meshes
 
 
 def slurm_job(launch: LaunchConfig, log_folder: Path | None) -> SlurmJob:
     """One job for all hosts; not submitted yet."""
     slurm = launch.slurm
+    gpus = launch.gpus_per_host or None
+    arguments = list(slurm.arguments)
+    if gpus and slurm.partition and not slurm.exclusive:
+        # Given gpus_per_node, SlurmJob of Monarch 0.7.0 would ask the package clusterscope for
+        # cores and memory, and write the script without them.
+        arguments.append(f"--gpus-per-node={gpus}")
+        gpus = None
     return SlurmJob(
         dict(launch.hosts),
         python_exe=launch.python or sys.executable,
-        slurm_args=slurm.arguments,
+        slurm_args=arguments,
         monarch_port=launch.port,
         job_name=slurm.job_name,
         time_limit=slurm.time_limit,
         partition=slurm.partition,
         log_dir=str(log_folder) if log_folder else None,
         exclusive=slurm.exclusive,
-        gpus_per_node=launch.gpus_per_host or None,
+        gpus_per_node=gpus,
         cpus_per_task=slurm.cpus_per_task,
         mem=slurm.mem,
         job_start_timeout=int(launch.start_timeout_s),
@@ -98,54 +110,32 @@ def slurm_job(launch: LaunchConfig, log_folder: Path | None) -> SlurmJob:
     )
 
 
-def _ssh(
+async def _ssh(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
-    job = SSHJob(python_exe=launch.python or sys.executable, monarch_port=launch.port)
+    job = WatchedSshJob(launch.python or sys.executable, launch.port, log_folder)
     listen_at(launch)
     for role, places in launch.addresses.items():
         job.add_mesh(role, places)
-    meshes = _meshes_of(job, launch, stack)
-    for mesh in meshes.values():
-        # The job itself only ends the local ssh, and leaves the workers.
-        stack.push_async_callback(closing, "hosts", mesh.shutdown)
+    meshes = await _meshes_of(job, launch, stack)
+    await run_with_background(_attached(meshes, launch), job.watch())
+    job.keep_workers()
+    stack.push_async_callback(_closing_all, [mesh.shutdown for mesh in meshes.values()])
     return meshes
 
 
-def _kubernetes(
+async def _kubernetes(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
     run = secrets.token_hex(3)
     job = kubernetes_job(launch, run)
     listen_at(launch)
-    return _meshes_of(job, launch, stack, name_end=run)
+    meshes = await _meshes_of(job, launch, stack, name_end=run)
+    await _attached(meshes, launch)
+    return meshes
 
 
-def kubernetes_job(launch: LaunchConfig, run: str, **options: Any) -> Any:
-    """A MonarchMesh of pods per role; not created yet. `options` are of Monarch's KubernetesJob.
-
-    `run` ends the names of meshes: one of the same name would be taken over from another run.
-
-    Raises:
-        ConfigError: the package `kubernetes` is not installed.
-    """
-    try:
-        from monarch._src.job.kubernetes import ImageSpec, KubernetesJob
-    except RuntimeError as error:
-        raise ConfigError(
-            "launch.kind: kubernetes needs a package; install it with `uv sync --extra kubernetes`"
-        ) from error
-    pods = launch.kubernetes
-    assert pods is not None, "LaunchConfig has looked"
-    job = KubernetesJob(pods.namespace, timeout=int(launch.start_timeout_s), **options)
-    for role, number in launch.hosts.items():
-        image = ImageSpec(pods.image, dict(pods.resources))
-        name = f"{role}{run}"
-        job.add_mesh(name, number, image_spec=image, labels=dict(pods.labels) or None)
-    return job
-
-
-def _waiting_workers(
+async def _waiting_workers(
     launch: LaunchConfig, log_folder: Path | None, stack: contextlib.AsyncExitStack
 ) -> HostMeshes:
     """Workers that somebody else has started; they stay when the run ends."""
@@ -155,18 +145,48 @@ def _waiting_workers(
         role: attach_to_workers(ca="trust_all_connections", workers=places, name=role)
         for role, places in launch.addresses.items()
     }
-    for mesh in meshes.values():
-        # Ends what runs on them.
-        stack.push_async_callback(closing, "hosts", mesh.stop)
+    await _attached(meshes, launch)
+    # Ends what runs on them.
+    stack.push_async_callback(_closing_all, [mesh.stop for mesh in meshes.values()])
     return meshes
 
 
-def _meshes_of(
+async def _meshes_of(
     job: JobTrait, launch: LaunchConfig, stack: contextlib.AsyncExitStack, *, name_end: str = ""
 ) -> HostMeshes:
-    stack.callback(job.kill)
-    state = job.state(cached_path=None)
+    """Hosts of a job, once it has them, which takes as long as a queue is; not attached to yet."""
+    stack.callback(_end, job)
+    try:
+        # Not cut short: who does not know the number of a job cannot take it back.
+        job.apply()
+    except BaseException:
+        # Monarch 0.7.0 takes a job that was begun and not finished for none at all.
+        with contextlib.suppress(Exception):
+            job._kill()
+        raise
+    state = await left_behind(lambda: job.state(cached_path=None))
     return {role: cast(HostMesh, getattr(state, role + name_end)) for role in launch.num_hosts}
+
+
+async def _closing_all(closes: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    # Side by side, for a host that is lost is waited for.
+    await asyncio.gather(
+        *(closing("hosts", close, timeout_s=HOST_STOP_TIMEOUT_S) for close in closes)
+    )
+
+
+def _end(job: JobTrait) -> None:
+    try:
+        job.kill()
+    except Exception as error:
+        logger.warning("ending the hosts failed, and they may still be there: %r", error)
+
+
+async def _attached(meshes: HostMeshes, launch: LaunchConfig) -> None:
+    """Raises TimeoutError if a host does not answer."""
+    async with asyncio.timeout(launch.start_timeout_s):
+        for mesh in meshes.values():
+            await mesh.initialized
 
 
 def listen_at(launch: LaunchConfig, *, scheme: str = "tcp") -> None:
@@ -180,7 +200,7 @@ def listen_at(launch: LaunchConfig, *, scheme: str = "tcp") -> None:
         address = socket.gethostbyname(name)
     except OSError as error:
         raise ConfigError(
-            f"launch.controller_address: {name} has no address: {error.strerror}"
+            f"launch.controller_address: {name} has no IPv4 address: {error.strerror}"
         ) from error
     if launch.controller_address is None and ipaddress.ip_address(address).is_loopback:
         raise ConfigError(

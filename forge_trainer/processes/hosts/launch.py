@@ -6,14 +6,16 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.actor import HostMesh
 from monarch.config import configured
 
+from forge_trainer.actors.guard import HostFacts
 from forge_trainer.config import LaunchConfig, Role
+from forge_trainer.errors import ConfigError
 from forge_trainer.processes.meshes import Place
 
 from .guards import HostGuards, guarded
@@ -23,6 +25,7 @@ from .placement import MeshPlan
 logger = logging.getLogger(__name__)
 
 SPAWN_TIMEOUT = "120s"
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,26 @@ class Hosts:
         environment = process_environment(plan, self.launch)
         if not self.meshes:
             return Place(environment=environment)
+        assert self.guards is not None, "hosts have guards"
+        first = plan.first_host
+        facts = self.guards.facts[plan.hosts][first : first + plan.num_hosts]
+        by_host = [{DEVICES: ",".join(names)} for names in gpus_of(plan, facts)]
         mesh = self.meshes[plan.hosts]
         if plan.num_hosts < self.launch.num_hosts[plan.hosts]:
-            mesh = mesh.slice(hosts=slice(plan.first_host, plan.first_host + plan.num_hosts))
-        return Place(mesh, plan.hosts, environment, self.launch.python, first_host=plan.first_host)
+            mesh = mesh.slice(hosts=slice(first, first + plan.num_hosts))
+        return Place(
+            mesh, plan.hosts, environment, self.launch.python, first_host=first, by_host=by_host
+        )
+
+    @property
+    def cores(self) -> dict[Role, int]:
+        """Of a host of each mesh, the one that has fewest; empty where they were known before."""
+        if self.guards is None or self.launch.kind == "processes":
+            return {}
+        return {
+            role: min(fact.inventory.cores or 1 for fact in facts)
+            for role, facts in self.guards.facts.items()
+        }
 
     def names(self, plan: MeshPlan) -> list[str | None]:
         """The host of every rank, for messages; None where there is one only."""
@@ -74,9 +93,32 @@ class Hosts:
             await self.guards.require_seen(key, token.name, writable=True)
 
 
+def gpus_of(plan: MeshPlan, facts: Sequence[HostFacts]) -> list[list[str]]:
+    """What the plan's devices are called on each of its hosts, as CUDA_VISIBLE_DEVICES takes it.
+
+    Example, where a scheduler leaves others on each host: devices 0, 1 -> 0, 1 and 4, 5.
+
+    Raises:
+        ConfigError: names the hosts that do not have them.
+    """
+    needed = max(plan.devices, default=-1) + 1
+    seen = [fact.inventory.gpus for fact in facts]
+    if any(len(gpus) < needed for gpus in seen):
+        counts = [
+            f"{plan.hosts}/{plan.first_host + number} ({fact.host}) {len(fact.inventory.gpus)}"
+            for number, fact in enumerate(facts)
+        ]
+        raise ConfigError(
+            f"launch.gpus_per_host: the {plan.role} is to have GPUs {plan.devices} of each host; "
+            f"NVML and {DEVICES} show there: {', '.join(counts)}. Ask for fewer, or for hosts that "
+            "have them"
+        )
+    return [[gpus[index].name for index in plan.devices] for gpus in seen]
+
+
 def process_environment(plan: MeshPlan, launch: LaunchConfig) -> dict[str, str]:
     """What a process finds before Python starts: its GPUs alone, and how to reach others."""
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names), **plan.environment}
+    environment = {DEVICES: ",".join(plan.gpu_names), **plan.environment}
     if plan.device == "cuda":
         # In the order in which they were counted.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"

@@ -58,8 +58,9 @@ def plan_placement(
     placement: PlacementConfig,
     launch: LaunchConfig,
     inventory: HostInventory,
+    cores: Mapping[Role, int] | None = None,
 ) -> Placement:
-    """A plan for every mesh.
+    """A plan for every mesh. `cores` are those of a host of each mesh, once hosts have told.
 
     Raises:
         ConfigError: with a table of what was asked and what is there.
@@ -78,7 +79,11 @@ def plan_placement(
         }
         devices.update(_deal(on_gpus, placement, num_gpus, host))
     threads = {
-        role: config.cpu_threads or _fair_share(inventory, _on_same_hosts(role, wanted, launch))
+        role: config.cpu_threads
+        or _fair_share(
+            (cores or {}).get(launch.mesh_of(role), inventory.cores),
+            _on_same_hosts(role, wanted, launch),
+        )
         for role, config in configs.items()
     }
     return {
@@ -223,8 +228,8 @@ def _on_same_hosts(role: Role, wanted: Mapping[Role, tuple[int, int]], launch: L
     return sum(n for other, (_, n) in wanted.items() if launch.mesh_of(other) == here)
 
 
-def _fair_share(inventory: HostInventory, processes: int) -> int:
-    return max(1, (inventory.cores or 1) // processes)
+def _fair_share(cores: int | None, processes: int) -> int:
+    return max(1, (cores or 1) // processes)
 
 
 def describe(plan: MeshPlan) -> str:

@@ -8,8 +8,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, IPvAnyAddress, PositiveInt, model_validator
 
-from .placement import Role
-from .section import Folder, Seconds, Section
+from ..placement import Role
+from ..section import Folder, Seconds, Section
+from .kubernetes import KubernetesConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -49,6 +50,7 @@ class SlurmConfig(Section):
     mem: str | None = None
     """Memory per node as Slurm writes it, such as 500G."""
     exclusive: bool = True
+    """Whole nodes. Of shared ones, say also which part: cpus_per_task and mem."""
     job_name: str = "forge_trainer"
     arguments: list[str] = []
     """Further options of sbatch, each beginning with a dash."""
@@ -59,17 +61,6 @@ class SlurmConfig(Section):
             if not argument.startswith("-"):
                 raise ValueError(f"arguments: {argument!r} must begin with a dash")
         return self
-
-
-class KubernetesConfig(Section):
-    """Pods of the Monarch operator (monarch.pytorch.org), one per host."""
-
-    namespace: str
-    image: str
-    """A container image with forge_trainer in the Python environment of the controller."""
-    resources: dict[str, str] = {}
-    """Requested for each pod, such as {"nvidia.com/gpu": "8"}."""
-    labels: dict[str, str] = {}
 
 
 class LaunchConfig(Section):
@@ -89,11 +80,11 @@ class LaunchConfig(Section):
     port: Port = 22222
     """Where workers listen that are started by `ssh` and `slurm`."""
     bind: IPvAnyAddress | None = None
-    """For `slurm`: the IP address at which workers listen, where that is not the one of their
-    host's name; 0.0.0.0 is all of them."""
+    """For `slurm`: the IP address, and no name, at which workers listen, where that is not the one
+    of their host's name; 0.0.0.0 is all of them."""
     controller_address: str | None = None
-    """Name or IP address at which hosts reach this machine; None is its own name. For `hosts`,
-    `ssh`, `slurm` and `kubernetes`."""
+    """Name or IPv4 address at which hosts reach this machine; None is its own name. For `hosts`,
+    `ssh`, `slurm` and `kubernetes`. A name is looked up here."""
     interface: str | None = None
     """Network interface of torch's collectives, such as eth0; None leaves it to torch."""
     tls: TlsConfig | None = None
