@@ -22,8 +22,8 @@ class AlgorithmConfig(Section):
     """Before the first update from a batch, let the trainer compute its log-probs: what updates
     are measured from by a correction, which without them takes the current ones."""
     max_logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """How far trainer and generator may be apart at a step: a bound on rollout/logprob_gap, the
-    mean over target tokens of |log pi - log mu| in nats. None: any."""
+    """How far trainer and generator may be apart at a batch's first update: a bound on
+    rollout/logprob_gap, the mean over target tokens of |log pi - log mu| in nats. None: any."""
     on_logprob_gap: Literal["warn", "stop"] = "warn"
     """What happens above max_logprob_gap: a warning in the log, or the end of the run."""
     group_size: Annotated[int, Field(ge=2)] = 8

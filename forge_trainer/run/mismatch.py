@@ -9,7 +9,7 @@ import numpy as np
 
 from forge_trainer.config import AlgorithmConfig
 from forge_trainer.errors import MismatchError
-from forge_trainer.metrics import merge_metrics, metric_values
+from forge_trainer.metrics import metric_values
 from forge_trainer.types import Episode, TrainStepResult
 from forge_trainer.types.arrays import as_array
 
@@ -25,18 +25,19 @@ WHAT_TO_LOOK_AT = (
 
 
 def judge_mismatch(results: Sequence[TrainStepResult], algorithm: AlgorithmConfig) -> None:
-    """Hold the updates of a batch to `max_logprob_gap`: nothing, or one warning in the log.
+    """Hold a batch to `max_logprob_gap`: nothing, or one warning in the log.
 
-    A gap that is no number is above any bound.
+    Its first update is what counts: in later ones the trainer has moved by what it has learned from
+    the batch, which is no fault. A gap that is no number is above any bound.
 
     Raises:
         MismatchError: it is exceeded, and `on_logprob_gap` is stop.
     """
     bound = algorithm.max_logprob_gap
-    measured = metric_values(merge_metrics(one.forward_backward.metrics for one in results))
+    measured = metric_values(results[0].forward_backward.metrics)
     if bound is None or GAP not in measured or measured[GAP] <= bound:
         return
-    step = results[-1].optim.step
+    step = results[0].optim.step
     message = (
         f"trainer and generator are {measured[GAP]:.3g} nats apart in a token's log-prob (99% of "
         f"tokens at most {measured[f'{GAP}_p99']:.3g}, the worst {measured[f'{GAP}_max']:.3g}; "
