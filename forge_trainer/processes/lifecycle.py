@@ -102,10 +102,10 @@ async def running_services(
     asked = (trainers, generator, site.placement, site.launch, inventory)
     plan_placement(*asked)
     check_models(model_dir, trainers.values(), generator, weights, gpus=inventory.gpus)
-    for config in trainers.values():
-        if site.launch.kind == "local":
+    if site.launch.kind == "local":
+        for config in trainers.values():
             check_port(config)
-    weights = with_room(weights, model_dir) if site.launch.kind == "local" else weights
+        weights = with_room(weights, model_dir)
     # As everybody will see them, also those who work elsewhere.
     model_dir, checkpoint_folder = model_dir.absolute(), checkpoint_folder.absolute()
     prepare_controller()

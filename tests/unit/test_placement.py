@@ -80,7 +80,7 @@ def test_a_generator_gets_the_gpus_of_its_tensor_parallelism() -> None:
     found = process_environment(plans["generator"], LOCAL)
     assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("2,3", "3")
     assert "OMP_NUM_THREADS" not in process_environment(plans["trainer"], LOCAL)
-    with pytest.raises(ConfigError, match="a generator tensor_parallel"):
+    with pytest.raises(ConfigError, match="every generator tensor_parallel of them"):
         _plan(3, ranks=2, generator=two)
 
 
