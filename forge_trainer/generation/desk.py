@@ -26,9 +26,6 @@ class RequestDesk:
     def submit(self, requests: Sequence[GenerationRequest], withdrawn: Sequence[str] = ()) -> None:
         """Begin `requests`; one that is refused has ended with its error. Of those `withdrawn`,
         nothing more is heard unless they have ended already."""
-        for request_id in withdrawn:
-            if (answer := self._open.get(request_id)) is not None:
-                answer.cancel()
         for request in requests:
             try:
                 answer = self._begin(request)
@@ -37,6 +34,9 @@ class RequestDesk:
             else:
                 self._open[request.id] = answer
                 answer.add_done_callback(functools.partial(self._end, request.id))
+        for request_id in withdrawn:
+            if (given_up := self._open.get(request_id)) is not None:
+                given_up.cancel()
 
     async def collect(self) -> list[tuple[str, Outcome]]:
         """What has ended since it was asked last; waits for the first as long as any is open."""

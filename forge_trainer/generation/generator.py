@@ -45,6 +45,7 @@ class ModelGenerator:
         self._store: WeightStore | None = None
         self._torn: str | None = None
         self._num_seeds = 0
+        self._is_closed = False
 
     async def setup(self) -> None:
         """Load the model; the directory's weights are policy version 0."""
@@ -218,7 +219,10 @@ class ModelGenerator:
         )
 
     async def close(self) -> None:
-        """Fail what is open, and let go of the model and the store."""
+        """Fail what is open, and let go of the model and the store; once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._serving.close()
         async with self._turns.turn:
             await self._turns.run("close", self._backend.close)

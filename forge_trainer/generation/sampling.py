@@ -33,7 +33,7 @@ class Draws:
     """The likeliest token instead."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def draw_tokens(
     logits_RV: Float[Tensor, "R V"], temperatures_R: Float[Tensor, " R"], draws: Draws
 ) -> tuple[Int[Tensor, " S"], Float[Tensor, " S"]]:

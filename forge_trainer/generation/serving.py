@@ -137,7 +137,8 @@ class Serving:
         """Answer all that is open with an error, and stop."""
         self._is_closed = True
         num_open = len(self._waiting) + len(self._running)
-        self.fail(lambda: EngineError(f"the generator was closed while {num_open} requests ran"))
+        told = f"the generator was closed while {num_open} requests were open"
+        self.fail(lambda: EngineError(told))
         if self._stepping is not None:
             await self._stepping
 

@@ -34,7 +34,7 @@ class GeneratorHandle:
         self._actor: Any = actor
         self._name = name
         self._host = host
-        self._mail = _Mail(self._submit, self._collect)
+        self._mail = RequestMail(self._submit, self._collect)
 
     async def can_reach(self, token: str) -> bool:
         """True if its process sees that file."""
@@ -127,7 +127,7 @@ Submit = Callable[[Sequence[GenerationRequest], Sequence[str]], Awaitable[None]]
 Collect = Callable[[], Awaitable[Sequence[tuple[str, Completion | Exception]]]]
 
 
-class _Mail:
+class RequestMail:
     """Takes requests from callers, sends them off together, gives each its answer.
 
     One task collects answers while anything is open. Stopped by `close`, or by a lost process,
@@ -138,7 +138,7 @@ class _Mail:
         """Each sends a message: requests, and ids of those taken back; and for what has ended."""
         self._submit, self._collect = submit, collect
         self._open: dict[str, asyncio.Future[Completion]] = {}
-        self._outgoing: dict[str, GenerationRequest] = {}
+        self._outgoing: list[GenerationRequest] = []
         self._withdrawn: list[str] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._collecting: asyncio.Task[None] | None = None
@@ -150,7 +150,7 @@ class _Mail:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[request.id] = answer
         self._flush_soon()
-        self._outgoing[request.id] = request
+        self._outgoing.append(request)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -158,9 +158,7 @@ class _Mail:
             raise
 
     def _withdraw(self, request_id: str) -> None:
-        if self._open.pop(request_id, None) is None:
-            return
-        if self._outgoing.pop(request_id, None) is None:
+        if self._open.pop(request_id, None) is not None:
             self._flush_soon()
             self._withdrawn.append(request_id)
 
@@ -170,20 +168,20 @@ class _Mail:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        requests, self._outgoing = self._outgoing, {}
+        requests, self._outgoing = self._outgoing, []
         withdrawn, self._withdrawn = self._withdrawn, []
         sending = asyncio.create_task(self._send(requests, withdrawn), name="submit")
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
-    async def _send(self, requests: dict[str, GenerationRequest], withdrawn: Sequence[str]) -> None:
+    async def _send(self, requests: Sequence[GenerationRequest], withdrawn: Sequence[str]) -> None:
         if requests:
             # It starts once this task waits, so that its message comes after this one.
             self._collect_soon()
         try:
-            await self._submit(list(requests.values()), withdrawn)
+            await self._submit(requests, withdrawn)
         except Exception as error:
-            self._fail(list(requests), error)
+            self._fail([request.id for request in requests], error)
 
     def _collect_soon(self) -> None:
         if self._collecting is None or self._collecting.done():

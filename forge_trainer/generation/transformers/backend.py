@@ -98,7 +98,7 @@ class TransformersBackend:
     def num_unfinished(self) -> int:
         return len(self._added) + len(self._rows)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[tuple[str, Completion]]:
         """A token for every request that runs; those that ended.
 
@@ -190,7 +190,7 @@ class TransformersBackend:
             self._rows[hole] = self._rows[source]
         del self._rows[self._slots.num_rows :]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def use_weights(self, version: WeightsVersion, *, keep_cache: bool) -> None:
         """Go on with what `tensors` hold now; see `Backend`."""
         self._policy_version = version.policy_version
