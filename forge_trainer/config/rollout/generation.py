@@ -46,7 +46,8 @@ class GeneratorConfig(Section):
     """Keys and values of requests that run at an in-flight update: computed again with the new
     weights; or kept, an approximation that no trainer can reproduce."""
     request_timeout_s: Seconds = 600.0
-    """A request that takes longer: its generator counts as hung."""
+    """A generator that has requests and takes no decoding step for so long counts as hung: it is
+    taken out, and others get its requests."""
     cpu_threads: PositiveInt | None = None
     """Threads of its computations on the CPU; None is a fair share of the host's cores."""
 
