@@ -214,6 +214,7 @@ class ModelGenerator:
             pid=os.getpid(),
             num_running=self._serving.num_running,
             num_waiting=self._serving.num_waiting,
+            num_steps=self._serving.num_steps,
         )
 
     async def close(self) -> None:

@@ -49,7 +49,7 @@ class Serving:
         self._nothing_runs = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
         self._is_paused = self._is_draining = self._is_closed = False
-        self.num_completions = 0
+        self.num_completions = self.num_steps = 0
 
     @property
     def num_running(self) -> int:
@@ -175,6 +175,7 @@ class Serving:
         except Exception as error:
             self._fail_running(functools.partial(_told, error))
             return
+        self.num_steps += int(step)
         for request_id, refusal in outcome.refused:
             self._end(request_id, _told(refusal))
         for request_id, completion in outcome.ended:

@@ -27,9 +27,12 @@ class GeneratorHandle:
     leave together, and completions come back as many at a time as have ended.
     """
 
-    def __init__(self, actor: GeneratorActor, *, host: str | None = None) -> None:
-        """`host` is its name in messages, None where there is one."""
+    def __init__(
+        self, actor: GeneratorActor, *, name: str = "generator", host: str | None = None
+    ) -> None:
+        """`name` is for messages, and so is that of its host, None where there is one."""
         self._actor: Any = actor
+        self._name = name
         self._host = host
         self._mail = _Mail(self._submit, self._collect)
 
@@ -114,7 +117,7 @@ class GeneratorHandle:
 
     async def _call(self, send: Callable[[], Awaitable[Any]], phase: str) -> Any:
         try:
-            return await translated(send(), 0, phase, mesh="generator")
+            return await translated(send(), 0, phase, mesh=self._name)
         except WorkerLostError as error:
             error.host = self._host
             raise

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from monarch.actor import ProcMesh
 
-from forge_trainer.actors.generator import GeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config import (
     GeneratorConfig,
@@ -26,6 +25,7 @@ from forge_trainer.config import (
     WeightsConfig,
 )
 from forge_trainer.controller.checks import check_models, check_port
+from forge_trainer.controller.fleet import GeneratorFleet
 from forge_trainer.controller.ranks import TrainerSetup
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.pieces import WeightsRef
@@ -33,12 +33,12 @@ from forge_trainer.tasks import first_error
 from forge_trainer.types import HostInventory
 from forge_trainer.weights.stores import open_store
 
-from .generator_handle import GeneratorHandle
+from .generators import Generators, spawn_generators, start_generator_meshes
 from .handles import MeshRanks
 from .hosts.inventory import find_inventory
 from .hosts.launch import Hosts, running_hosts
 from .hosts.needs import with_room
-from .hosts.placement import MeshPlan, Placement, describe, plan_placement
+from .hosts.placement import MeshPlan, describe, plan_placement
 from .meshes import (
     STOP_TIMEOUT_S,
     closing,
@@ -52,15 +52,13 @@ from .store import IN_MEMORY, RunStore
 
 logger = logging.getLogger(__name__)
 
-GENERATOR: Role = "generator"
-
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """What a controller works with."""
 
     trainer: TrainerHandle
-    generator: GeneratorHandle
+    generator: GeneratorFleet
     reference: TrainerHandle | None
     """A second trainer that is never stepped."""
     store: RunStore
@@ -116,17 +114,18 @@ async def running_services(
         hosts = await stack.enter_async_context(running_hosts(site.launch, log_folder=log_folder))
         await _require_shared(hosts, trainers["trainer"], model_dir, checkpoint_folder, site)
         store = RunStore(weights, stack, hosts.place(plans["trainer"]))
-        meshes = await _start_meshes(stack, hosts, plans, site.logs)
+        meshes = await _start_meshes(stack, hosts, [plans[role] for role in trainers], site.logs)
+        generator_meshes = await start_generator_meshes(stack, hosts, plans["generator"], site.logs)
         ranks = {
             role: await _join_ranks(hosts, plans[role], meshes[role], config, weights, model_dir)
             for role, config in trainers.items()
         }
-        generating = _spawn_generator(
-            meshes[GENERATOR],
-            generator.model_copy(update={"device": plans[GENERATOR].device}),
+        generating = spawn_generators(
+            generator_meshes,
+            generator.model_copy(update={"device": plans["generator"].device}),
             weights,
             model_dir,
-            hosts.names(plans[GENERATOR])[0],
+            hosts.names(plans["generator"]),
         )
         opened = {"trainer": await store.open([ranks["trainer"], generating])}
         if reference is not None:
@@ -140,25 +139,25 @@ async def running_services(
             for role, config in trainers.items()
         }
         await _set_up(stack, handles, trainers, generating)
-        yield Services(handles["trainer"], generating, handles.get("reference"), store)
+        yield Services(handles["trainer"], generating.fleet, handles.get("reference"), store)
 
 
 async def _set_up(
     stack: contextlib.AsyncExitStack,
     handles: Mapping[Role, TrainerHandle],
     trainers: Mapping[Role, TrainerConfig],
-    generator: GeneratorHandle,
+    generators: Generators,
 ) -> None:
     """Load all models side by side; they are closed with `stack`."""
     async with first_error() as starting:
         for role, handle in handles.items():
             starting.create_task(handle.setup(), name=role)
-        starting.create_task(generator.setup(), name=GENERATOR)
+        starting.create_task(generators.setup(), name="generators")
     for role, handle in handles.items():
         # A save that runs beside other calls is let to its end.
         timeout_s = STOP_TIMEOUT_S + trainers[role].checkpoint_timeout_s
         stack.push_async_callback(closing, role, handle.close, timeout_s=timeout_s)
-    stack.push_async_callback(closing, GENERATOR, generator.close)
+    stack.push_async_callback(closing, "generators", generators.fleet.close)
 
 
 def _trainers(trainer: TrainerConfig, reference: TrainerConfig | None) -> dict[Role, TrainerConfig]:
@@ -190,15 +189,15 @@ async def _require_shared(
 
 
 async def _start_meshes(
-    stack: contextlib.AsyncExitStack, hosts: Hosts, plans: Placement, logs: RankLogs | None
+    stack: contextlib.AsyncExitStack, hosts: Hosts, plans: Sequence[MeshPlan], logs: RankLogs | None
 ) -> dict[Role, ProcMesh]:
     """All at once; not waited for."""
     meshes: dict[Role, ProcMesh] = {}
-    for role, plan in plans.items():
+    for plan in plans:
         logger.info("%s", describe(plan))
-        meshes[role] = await stack.enter_async_context(
+        meshes[plan.role] = await stack.enter_async_context(
             running_mesh(
-                role,
+                plan.role,
                 num_processes=plan.per_host,
                 cpu_threads=plan.cpu_threads,
                 logs=logs,
@@ -231,14 +230,3 @@ def _spawn_ranks(
     actors = mesh.spawn("trainer", TitanTrainer, config, weights, str(model_dir))
     by_rank = [actors.slice(**point) for point in points_of(mesh)]
     return MeshRanks(by_rank, config, hosts=host_names)
-
-
-def _spawn_generator(
-    mesh: ProcMesh,
-    config: GeneratorConfig,
-    weights: WeightsConfig,
-    model_dir: Path,
-    host: str | None,
-) -> GeneratorHandle:
-    actor = mesh.spawn("generator", GeneratorActor, config, weights, str(model_dir))
-    return GeneratorHandle(actor, host=host)

@@ -64,6 +64,8 @@ class Place:
     """There before Python starts, so also before CUDA does."""
     python: str | None = None
     """The interpreter; None is the controller's own path."""
+    first_host: int = 0
+    """What the first of these hosts is called in the mesh called `name`."""
 
 
 HOST_VARIABLE = "FORGE_TRAINER_HOST"
@@ -77,12 +79,21 @@ def spawn_mesh(
     cpu_threads: int,
     logs: RankLogs | None = None,
     place: Place = THIS_MACHINE,
+    first_rank: int = 0,
 ) -> ProcMesh:
-    """So many processes on every host, along the axis `ranks`; not waited for."""
+    """So many processes on every host, along the axis `ranks`; not waited for.
+
+    In their logs, they are counted from `first_rank`.
+    """
     return (place.hosts or this_host()).spawn_procs(
         per_host={RANKS: num_processes},
         bootstrap=functools.partial(
-            _bootstrap, name, cpu_threads, logs, takes_output=place.hosts is not None
+            _bootstrap,
+            name,
+            cpu_threads,
+            logs,
+            first_rank=first_rank,
+            takes_output=place.hosts is not None,
         ),
         bootstrap_command=functools.partial(start_command, place),
         name=name,
@@ -92,7 +103,9 @@ def spawn_mesh(
 def start_command(place: Place, point: Any) -> BootstrapCommand:
     """What starts the process at this point of a mesh."""
     command = default_bootstrap_cmd()
-    host = f"{place.name}/{point['hosts']}" if "hosts" in point else place.name
+    host = place.name
+    if "hosts" in point:
+        host = f"{place.name}/{place.first_host + point['hosts']}"
     return BootstrapCommand(
         place.python or command.program,
         None,
@@ -102,10 +115,11 @@ def start_command(place: Place, point: Any) -> BootstrapCommand:
 
 
 def _bootstrap(
-    mesh: str, cpu_threads: int, logs: RankLogs | None, *, takes_output: bool = False
+    mesh: str, cpu_threads: int, logs: RankLogs | None, *, first_rank: int, takes_output: bool
 ) -> None:
     """Runs in a new process before any actor is made in it."""
-    set_up_logging(logs, mesh=mesh, rank=current_rank().rank, takes_output=takes_output)
+    rank = first_rank + current_rank().rank
+    set_up_logging(logs, mesh=mesh, rank=rank, takes_output=takes_output)
     # A process group of its own: Ctrl-C goes to the controller, which closes the others in order.
     os.setpgid(0, 0)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -184,10 +198,16 @@ async def running_mesh(
     cpu_threads: int,
     logs: RankLogs | None = None,
     place: Place = THIS_MACHINE,
+    first_rank: int = 0,
 ) -> AsyncIterator[ProcMesh]:
-    """So many processes on every host that are stopped at the end, whatever happens."""
+    """As `spawn_mesh`; the processes are stopped at the end, whatever happens."""
     mesh = spawn_mesh(
-        name, num_processes=num_processes, cpu_threads=cpu_threads, logs=logs, place=place
+        name,
+        num_processes=num_processes,
+        cpu_threads=cpu_threads,
+        logs=logs,
+        place=place,
+        first_rank=first_rank,
     )
     try:
         yield mesh

@@ -18,8 +18,8 @@ from forge_trainer.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from forge_trainer.controller.fleet import GeneratorFleet
 from forge_trainer.controller.trainer import TrainerHandle
-from forge_trainer.processes.generator_handle import GeneratorHandle
 from forge_trainer.processes.lifecycle import Services, running_services
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.stores import open_store
@@ -43,7 +43,7 @@ class Cluster:
     """Running services and the loop they live on."""
 
     trainer: TrainerHandle
-    generator: GeneratorHandle
+    generator: GeneratorFleet
     services: Services
     store: WeightStore
     model_dir: Path
@@ -59,6 +59,7 @@ def running_cluster(
     folder: Path,
     trainer: TrainerConfig = TRAINER,
     weights: WeightsConfig | None = None,
+    generator: GeneratorConfig = GENERATOR,
 ) -> Iterator[Cluster]:
     """Services on a loop of their own; afterwards none of their processes and no shared memory."""
     weights = weights or WeightsConfig()
@@ -67,7 +68,7 @@ def running_cluster(
     with asyncio.Runner() as runner:
         services = running_services(
             trainer,
-            GENERATOR,
+            generator,
             weights,
             model_dir=model_dir,
             checkpoint_folder=folder,

@@ -152,17 +152,17 @@ def test_homes_are_forgotten_in_the_order_of_their_last_use(
     first, second = Members({"a": FakeGenerator("a"), "b": FakeGenerator("b")}).all
     homes = Homes(slots=100)
 
-    def choose(group: str) -> Any:
-        return homes.choose([first, second], group=group, tokens=1)
+    def pick(group: str) -> Any:
+        return homes.pick([first, second], group=group, tokens=1)
 
-    assert choose("g") is first
+    assert pick("g") is first
     first.load = 5
-    assert choose("h") is second
-    assert choose("g") is first, "it has its home"
-    assert choose("i") is second
+    assert pick("h") is second
+    assert pick("g") is first, "it has its home"
+    assert pick("i") is second
     second.load = 9
-    assert choose("g") is first
-    assert choose("h") is first, "its home, the second, is forgotten"
+    assert pick("g") is first
+    assert pick("h") is first, "its home, the second, is forgotten"
 
 
 @on_loop

@@ -22,10 +22,17 @@ from forge_trainer.config import (
 from forge_trainer.errors import ConfigError
 from forge_trainer.processes.hosts.inventory import find_inventory, visible
 from forge_trainer.processes.hosts.launch import process_environment
-from forge_trainer.processes.hosts.placement import MeshPlan, Placement, describe, plan_placement
+from forge_trainer.processes.hosts.placement import (
+    MeshPlan,
+    Placement,
+    describe,
+    plan_placement,
+    plans_of_processes,
+)
 from forge_trainer.types import Gpu, HostInventory
 
 LOCAL = LaunchConfig()
+GENERATOR = GeneratorConfig()
 
 
 def _inventory(gpus: int, *, cores: int = 16) -> HostInventory:
@@ -39,12 +46,13 @@ def _plan(
     reference: int | None = None,
     launch: LaunchConfig = LOCAL,
     placement: dict[str, Any] | None = None,
+    generator: GeneratorConfig = GENERATOR,
 ) -> Placement:
     trainers: dict[Role, TrainerConfig] = {"trainer": TrainerConfig(num_ranks=ranks)}
     if reference is not None:
         trainers["reference"] = TrainerConfig(num_ranks=reference, trainable=False)
     given = PlacementConfig.model_validate(placement or {})
-    return plan_placement(trainers, GeneratorConfig(), given, launch, _inventory(gpus))
+    return plan_placement(trainers, generator, given, launch, _inventory(gpus))
 
 
 def _devices(plans: Placement) -> dict[str, list[int]]:
@@ -121,6 +129,56 @@ def test_devices_are_disjoint_in_every_layout_or_it_is_refused(
     for plan in plans.values():
         assert len(set(plan.devices)) == plan.per_host
         assert set(plan.devices) <= set(range(gpus))
+
+
+def test_every_generator_gets_gpus_of_its_own() -> None:
+    pairs = GeneratorConfig(replicas=2, tensor_parallel=2, backend="vllm")
+    generators = _plan(8, ranks=3, generator=pairs)["generator"]
+    assert list(generators.devices) == [3, 4, 5, 6]
+    one, two = plans_of_processes(generators)
+    assert (one.devices, two.devices) == ((3, 4), (5, 6))
+    assert process_environment(two, LOCAL)["CUDA_VISIBLE_DEVICES"] == "5,6"
+    with pytest.raises(ConfigError, match="GPUs on each host of the trainer do not fit: 6 there"):
+        _plan(6, ranks=3, generator=pairs)
+    shared = _plan(
+        3,
+        ranks=3,
+        generator=GeneratorConfig(replicas=3),
+        placement={"colocate": ["trainer", "generator"]},
+    )
+    assert _devices(shared) == {"trainer": [0, 1, 2], "generator": [0, 1, 2]}
+
+
+def test_generators_are_shared_equally_by_their_hosts() -> None:
+    launch = LaunchConfig(kind="slurm", hosts={"trainer": 1, "generator": 2}, gpus_per_host=4)
+    generators = _plan(4, ranks=4, launch=launch, generator=GeneratorConfig(replicas=4))
+    parts = plans_of_processes(generators["generator"])
+    assert [(one.first_host, one.num_hosts, one.devices) for one in parts] == [
+        (0, 1, (0,)),
+        (0, 1, (1,)),
+        (1, 1, (0,)),
+        (1, 1, (1,)),
+    ]
+    with pytest.raises(ConfigError, match="generator.replicas: 3 replicas cannot be shared equal"):
+        _plan(4, launch=launch, generator=GeneratorConfig(replicas=3))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "hosts", "each"), [(1, 1, 1), (2, 2, 1), (3, 1, 3), (4, 2, 2)]
+)
+def test_generators_on_the_trainers_hosts_take_those_that_can_have_as_many_each(
+    replicas: int, hosts: int, each: int
+) -> None:
+    launch = LaunchConfig(kind="slurm", hosts={"trainer": 2}, gpus_per_host=8)
+    plan = _plan(8, ranks=4, launch=launch, generator=GeneratorConfig(replicas=replicas))
+    assert (plan["generator"].num_hosts, plan["generator"].per_host) == (hosts, each)
+    assert list(plan["generator"].devices) == list(range(2, 2 + each))
+
+
+def test_generators_share_the_threads_of_a_cpu() -> None:
+    plans = _plan(0, ranks=2, generator=GeneratorConfig(replicas=2))
+    assert {plan.cpu_threads for plan in plans.values()} == {4}
+    assert describe(plans["generator"]) == "generator: 2 processes on 1 host, CPU, 4 threads each"
 
 
 def test_too_few_devices_are_told_in_a_table() -> None:

@@ -40,7 +40,7 @@ class Sender:
             group: of requests that begin alike; none if empty.
         """
         serving = await self._members.wait_for_serving()
-        first = self._homes.choose(serving, group=group, tokens=tokens)
+        first = self._homes.pick(serving, group=group, tokens=tokens)
         try:
             return await self.ask(first, call, tokens=tokens)
         except (EngineError, WeightsError, WorkerLostError) as error:
@@ -48,7 +48,7 @@ class Sender:
             if not others:
                 raise
             failure = error
-        second = self._homes.choose(others, group=group, tokens=tokens)
+        second = self._homes.pick(others, group=group, tokens=tokens)
         try:
             return await self.ask(second, call, tokens=tokens)
         except (EngineError, WeightsError, WorkerLostError) as error:
@@ -90,7 +90,7 @@ class Homes:
         self._lead = max(1, slots // 4)
         self._homes: OrderedDict[str, Replica] = OrderedDict()
 
-    def choose(self, replicas: Sequence[Replica], *, group: str, tokens: int) -> Replica:
+    def pick(self, replicas: Sequence[Replica], *, group: str, tokens: int) -> Replica:
         """One of `replicas`, for a request that may cost so many tokens.
 
         A group stays where it was, until that replica's load leads over the least by more than a

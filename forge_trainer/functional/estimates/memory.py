@@ -50,13 +50,16 @@ def trainer_memory(model: ModelSize, config: TrainerConfig) -> dict[str, int]:
 def generator_memory(
     model: ModelSize, config: GeneratorConfig, weights: WeightsConfig, *, rows: int
 ) -> dict[str, int]:
-    """Bytes on the device of the generator, by what they are for; its cache comes on top.
+    """Bytes on each device of one generator, by what they are for; its cache comes on top.
 
-    `rows` are the completions that it is asked for at once.
+    `rows` are the completions that all of them are asked for at once.
     """
+    rows = -(-rows // config.replicas)
     tokens = min(config.batch_size, rows) * config.max_completion_tokens
     return {
-        "weights": WIDTH[config.dtype or weights.dtype] * model.num_parameters,
+        "weights": WIDTH[config.dtype or weights.dtype]
+        * model.num_parameters
+        // config.tensor_parallel,
         # Those of a batch as they were sampled from, joined and scaled, and their log-softmax.
         "logits": 3 * 4 * tokens * model.vocab_size,
     }

@@ -40,15 +40,16 @@ class Hosts:
             return Place(environment=environment)
         mesh = self.meshes[plan.hosts]
         if plan.num_hosts < self.launch.num_hosts[plan.hosts]:
-            mesh = mesh.slice(hosts=slice(0, plan.num_hosts))
-        return Place(mesh, plan.hosts, environment, self.launch.python)
+            mesh = mesh.slice(hosts=slice(plan.first_host, plan.first_host + plan.num_hosts))
+        return Place(mesh, plan.hosts, environment, self.launch.python, first_host=plan.first_host)
 
     def names(self, plan: MeshPlan) -> list[str | None]:
         """The host of every rank, for messages; None where there is one only."""
         if self.guards is None:
             return [None] * plan.num_processes
         facts = self.guards.facts[plan.hosts]
-        numbers = [rank // plan.per_host for rank in range(plan.num_processes)]
+        ranks = range(plan.num_processes)
+        numbers = [plan.first_host + rank // plan.per_host for rank in ranks]
         return [f"{plan.hosts}/{number} ({facts[number].host})" for number in numbers]
 
     async def master(self, plan: MeshPlan, port: int | None) -> tuple[int | None, str]:

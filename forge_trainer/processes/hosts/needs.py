@@ -33,7 +33,7 @@ class Needs:
     """In bytes."""
 
     per_process: Mapping[Role, Mapping[str, int]]
-    """On its device, by what it is for."""
+    """On each of its devices, by what it is for."""
     staging: int
     """Of the host, for each trainer rank that publishes."""
     published: int
@@ -62,7 +62,7 @@ def needs_of(
 ) -> Needs:
     """What processes and hosts must hold, activations and caches aside.
 
-    `rows` are the completions that the generator is asked for at once.
+    `rows` are the completions that the generators are asked for at once.
     """
     per_process: dict[Role, Mapping[str, int]] = {
         role: trainer_memory(model, config) for role, config in trainers.items()

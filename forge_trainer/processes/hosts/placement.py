@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forge_trainer.config import (
     GeneratorConfig,
@@ -30,11 +31,15 @@ class MeshPlan:
     device: str
     """`cpu` or `cuda`"""
     devices: tuple[int, ...]
-    """Indices into each host's GPUs, one for every process there; none on the CPU."""
+    """Indices into each host's GPUs, in the order of the processes there; none on the CPU."""
     gpu_names: tuple[str, ...]
     """The same, as CUDA_VISIBLE_DEVICES takes them."""
     cpu_threads: int
     """Of each process."""
+    gpus_per_process: int = 1
+    """Where they are on GPUs."""
+    first_host: int = 0
+    """Of those of `hosts`, the first that it is on."""
 
     @property
     def num_processes(self) -> int:
@@ -64,7 +69,7 @@ def plan_placement(
     devices = {}
     for host in {launch.mesh_of(role) for role in configs}:
         on_gpus = {
-            role: per_host
+            role: per_host * _gpus_per_process(configs[role])
             for role, (_, per_host) in wanted.items()
             if launch.mesh_of(role) == host and kinds[role] == "cuda"
         }
@@ -80,6 +85,7 @@ def plan_placement(
             gpu_names=tuple(inventory.gpus[i].name for i in devices.get(role, ())),
             cpu_threads=configs[role].cpu_threads
             or _fair_share(inventory, _on_same_hosts(role, wanted, launch)),
+            gpus_per_process=_gpus_per_process(configs[role]),
         )
         for role, (num_hosts, per_host) in wanted.items()
     }
@@ -106,17 +112,40 @@ def _processes(
     """(hosts, processes on each)"""
     hosts = launch.num_hosts[launch.mesh_of(role)]
     if isinstance(config, GeneratorConfig):
-        if role in launch.num_hosts and hosts > 1:
-            raise ConfigError(
-                f"launch: {hosts} hosts for the generator, which is one process; give it one"
-            )
-        return 1, 1
-    if config.num_ranks % hosts:
+        key, number = "replicas", config.replicas
+        if role not in launch.num_hosts:
+            # On the trainer's, of which it takes as many as can have the same number each.
+            hosts = math.gcd(number, hosts)
+    else:
+        key, number = "num_ranks", config.num_ranks
+    if number % hosts:
+        what = key.removeprefix("num_")
         raise ConfigError(
-            f"{role}.num_ranks: {config.num_ranks} ranks cannot be shared equally by {hosts} "
-            "hosts (launch)"
+            f"{role}.{key}: {number} {what} cannot be shared equally by {hosts} hosts (launch)"
         )
-    return hosts, config.num_ranks // hosts
+    return hosts, number // hosts
+
+
+def _gpus_per_process(config: TrainerConfig | GeneratorConfig) -> int:
+    return config.tensor_parallel if isinstance(config, GeneratorConfig) else 1
+
+
+def plans_of_processes(plan: MeshPlan) -> list[MeshPlan]:
+    """A plan for every process, as a mesh of its own: none of them needs the others."""
+    return [_plan_of_one(plan, number) for number in range(plan.num_processes)]
+
+
+def _plan_of_one(plan: MeshPlan, number: int) -> MeshPlan:
+    host, place = divmod(number, plan.per_host)
+    share = slice(place * plan.gpus_per_process, (place + 1) * plan.gpus_per_process)
+    return replace(
+        plan,
+        num_hosts=1,
+        per_host=1,
+        devices=plan.devices[share],
+        gpu_names=plan.gpu_names[share],
+        first_host=plan.first_host + host,
+    )
 
 
 def _deal(
@@ -163,13 +192,14 @@ def _table(
 ) -> str:
     lines = [
         f"placement: GPUs on each host of the {host} do not fit: {available} there. Asked for:",
-        f"    {'mesh':<10} {'processes per host':<20} GPUs",
+        f"    {'mesh':<10} {'wanted per host':<20} GPUs",
         *(
             f"    {role:<10} {number:<20} {', '.join(map(str, dealt[role])) or 'none'}"
             for role, number in wanted.items()
         ),
-        "    Every process needs one GPU. Lower num_ranks, correct placement.devices, let meshes "
-        "share with placement.colocate, or set device: cpu",
+        "    Every trainer rank needs one GPU, every generator tensor_parallel of them. Lower "
+        "num_ranks or replicas, correct placement.devices, let meshes share with "
+        "placement.colocate, or set device: cpu",
     ]
     return "\n".join(lines)
 
