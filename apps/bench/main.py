@@ -26,6 +26,7 @@ SUITES = (
     "checkpoint",
     "controller",
     "endpoint",
+    "fleet",
     "logprobs",
     "model",
     "pull",
@@ -62,6 +63,7 @@ def print_table(suite: str, rows: Sequence[Row]) -> None:
         spread = row.spread
         numbers = [f"{value:.3f}" for value in (spread.median, spread.min, spread.max)]
         bar = "" if row.bar is None else f"<= {row.bar}"
+        bar = bar if row.floor is None else f">= {row.floor}"
         table.add_row(row.key, row.meaning, *numbers, str(spread.n), bar)
     # Wide enough for keys and numbers, also where there is no terminal.
     Console(width=max(Console().width, 120)).print(table)

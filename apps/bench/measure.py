@@ -35,6 +35,8 @@ class Row:
     spread: Spread
     bar: float | None = None
     """What it should not exceed."""
+    floor: float | None = None
+    """What it should not fall below."""
 
 
 class StepRows:

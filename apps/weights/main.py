@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MODULE = "apps.weights.main"
 USAGE = f"python -m {MODULE} verify --config FILE [--checkpoint PATH] [--section.key VALUE ...]"
 ABOUT = """\
-Starts the trainer and the generator of a run's config, publishes the weights, lets the generator
-pull them, and compares the published ones, tensor by tensor, with those that the generator runs on
+Starts the trainer and the generators of a run's config, publishes the weights, lets the generators
+pull them, and compares the published ones, tensor by tensor, with those that each generator runs on
 and with those on disk. The run folder is left as it is; a run may go on
 meanwhile, if there is memory for both.
 
@@ -128,10 +128,13 @@ async def compare(config: GrpoConfig, model_dir: Path, checkpoint: Path | None) 
                 f"{ref.version} by {config.trainer.num_ranks} ranks, {ref.num_tensors} tensors, "
                 f"{ref.num_bytes / 1e6:.1f} MB in {ref.dtype}, through {ref.transport}",
             )
-            pulled = await services.generator.pull_weights(ref)
-            say("generator", f"{pulled}, pulled")
-            generator = GeneratorWeights(services.generator)
-            return await compare_weights(PublishedWeights(held), [generator, on_disk])
+            # Each by itself: a fleet would go on without one that is late, or lost.
+            replicas = services.generator.replicas
+            pulls = (one.pull_weights(ref) for one in replicas.values())
+            for name, pulled in zip(replicas, await asyncio.gather(*pulls), strict=True):
+                say(name, f"{pulled}, pulled")
+            generators = [GeneratorWeights(one, name) for name, one in replicas.items()]
+            return await compare_weights(PublishedWeights(held), [*generators, on_disk])
 
 
 async def read_weights_on_disk(

@@ -6,17 +6,26 @@ import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from monarch.actor import Actor, concurrent_endpoint
 from torch import Tensor
 
 from forge_trainer.config import GeneratorConfig, WeightsConfig
-from forge_trainer.generation import make_generator
+from forge_trainer.generation import ModelGenerator, make_generator
 from forge_trainer.generation.desk import RequestDesk
 from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import SamplingParams
 from forge_trainer.weights.stores import open_store
+
+
+class MakeGenerator(Protocol):
+    """A function that pickles."""
+
+    def __call__(
+        self, config: GeneratorConfig, weights: WeightsConfig, *, model_dir: Path
+    ) -> ModelGenerator: ...
 
 
 class GeneratorActor(Actor):
@@ -27,9 +36,11 @@ class GeneratorActor(Actor):
         config: GeneratorConfig,
         weights: WeightsConfig,
         model_dir: str,
+        make: MakeGenerator = make_generator,
     ) -> None:
+        """`make` can be another one than that of the configured backends, in benchmarks."""
         self._weights = weights
-        self._generator = make_generator(config, weights, model_dir=Path(model_dir))
+        self._generator = make(config, weights, model_dir=Path(model_dir))
         self._desk = RequestDesk(self._generator.begin)
 
     @concurrent_endpoint

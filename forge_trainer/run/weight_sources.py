@@ -27,10 +27,9 @@ HeldTensors = Mapping[str, tuple[Tensor, tuple[str, ...]]]
 class GeneratorWeights:
     """What a generator runs on."""
 
-    label = "generator"
-
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, label: str = "generator") -> None:
         self._generator = generator
+        self.label = label
 
     async def checksums(self) -> Mapping[str, TensorFacts]:
         return (await self._generator.weight_checksums()).tensors

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.grpo.main import main
-from forge_trainer.config import GrpoConfig, TrainerConfig
+from forge_trainer.config import GrpoConfig, TaskConfig, TrainerConfig
 from forge_trainer.config.load import load_config
+from forge_trainer.data.prompts import make_task
 from forge_trainer.run.weight_sources import read_checkpoint
 from tests.e2e.apps import TINY, RunningApp, read_rows, run_app
 from tests.processes import descendants
@@ -203,6 +205,38 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     code, _, err = app.finish()
     assert code == 1
     assert re.search(r"WorkerLostError: a trainer process is gone: .*\(rank 1, phase \w+", err), err
+
+
+def test_a_generator_of_two_that_is_killed_costs_no_group_and_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = {
+        "run.folder": str(folder),
+        "run.steps": "20",
+        "generator.replicas": "2",
+        "algorithm.groups_per_step": "4",
+        "reporting.rollouts_per_step": "32",
+    }
+    arguments = [*TINY, *(f"--{key}={value}" for key, value in options.items())]
+    app = RunningApp(APP, arguments).start()
+    app.wait_for(folder / "metrics.jsonl")
+    log = (folder / "logs" / "generator-1.log").read_text()
+    (pid,) = re.findall(r"process (\d+) on host", log)
+    os.kill(int(pid), signal.SIGKILL)
+    code, out, err = app.finish()
+    assert code == 0, err
+    assert "generator/1 is taken out, 1 of 2 generators are left" in err
+    assert f"trained model: {folder / 'final'}" in out
+
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [(row["step"], row["policy_version"]) for row in rows] == [
+        (step, step - 1) for step in range(1, 21)
+    ]
+    prompts = make_task(TaskConfig(), seed=0).prompts
+    wanted = [[next(prompts).text for _ in range(4)] for _ in range(20)]
+    rollouts = read_rows(folder / "rollouts.jsonl")
+    for step, texts in enumerate(wanted, 1):
+        trained = Counter(one["prompt"] for one in rollouts if one["step"] == step)
+        assert trained == Counter(text for text in texts for _ in range(8))
 
 
 @pytest.mark.parametrize(

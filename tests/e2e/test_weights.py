@@ -45,20 +45,24 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
     }
 
 
-def test_a_checkpoint_is_what_two_ranks_publish_and_the_generator_runs_on(
+def test_a_checkpoint_is_what_two_ranks_publish_and_both_generators_run_on(
     run_folder: Path,
 ) -> None:
     before = _files(run_folder)
     checkpoint = run_folder / "checkpoints" / "step-1"
     options = ["--run.folder", str(run_folder), "--checkpoint", str(checkpoint)]
+    options += ["--generator.replicas", "2"]
     app = RunningApp(APP, ["verify", *TINY, *options]).start()
-    app.wait_for_processes(3)
+    app.wait_for_processes(4)
     code, out, err = app.finish()
     assert (code, err) == (0, ""), err
-    checkpoint_line, published, generator, last = out.splitlines()
+    checkpoint_line, published, *generators, last = out.splitlines()
     assert checkpoint_line.split() == ["checkpoint", f"{checkpoint},", "24", "tensors"]
     assert re.match(r"published +e1v0 by 2 ranks, 24 tensors, .* in float32, through", published)
-    assert generator.split() == ["generator", "e1v0,", "pulled"]
+    assert [line.split() for line in generators] == [
+        ["generator/0", "e1v0,", "pulled"],
+        ["generator/1", "e1v0,", "pulled"],
+    ]
     assert last == "all 24 tensors are equal"
     assert _files(run_folder) == before
 
