@@ -126,8 +126,10 @@ class EpisodeRunner:
     async def _act(self, acting: Acting) -> EpisodeStatus:
         """Raises EpisodeError for what the environment or the chat template did."""
         config = self._config
+        # "package.module:Name" is counted as Name.
+        name = config.name.rpartition(":")[2]
         environment = GuardedEnvironment(
-            self._make_environment, name=config.name, timeout_s=config.step_timeout_s
+            self._make_environment, name=name, timeout_s=config.step_timeout_s
         )
         limit = asyncio.timeout(config.max_seconds)
         try:

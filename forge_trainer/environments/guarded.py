@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class GuardedEnvironment:
-    """Keeps the protocol; all that its methods raise is `EpisodeError`, in the environment's name."""
+    """Keeps the protocol; what its methods raise is an `EpisodeError` in the environment's name."""
 
     def __init__(self, make: Callable[[], Environment], *, name: str, timeout_s: float) -> None:
         self._name = name

@@ -4,6 +4,9 @@ runs, so it imports as little as it can."""
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +66,8 @@ def _call(reward: Reward, text: str, prompt: Prompt) -> Answer:
 
 
 def prepare_process(pickled: dict[str, bytes]) -> None:
-    """Have these rewards at hand in this process."""
+    """Have these rewards at hand in this process, for as long as the one that asks them lives."""
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     for name, one in pickled.items():
         try:
             _rewards[name] = cloudpickle.loads(one)
@@ -77,3 +81,11 @@ def call_here(name: str, texts: Sequence[str], prompt: Prompt) -> tuple[list[Ans
     if isinstance(reward, str):
         return [reward] * len(texts), 0.0
     return call_reward(reward, texts, prompt), time.perf_counter() - start
+
+
+def _end_with_parent() -> None:
+    """A reward that hangs would notice nothing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -99,7 +99,7 @@ def _answered(call: ToolCall) -> Message:
 
 
 def _value(node: ast.AST) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return float(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))

@@ -2,7 +2,8 @@
 
     ?    8<    4>    6    (of 1 to 15, 6 is hidden: 8 is too high, 4 too low)
 
-One character is one guess, so that a tiny model with a tokenizer of bytes can learn it from nothing.
+One character is one guess, so that a tiny model with a tokenizer of bytes can learn it from
+nothing.
 """
 
 from __future__ import annotations
