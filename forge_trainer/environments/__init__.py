@@ -14,7 +14,7 @@ from .episodes import Driver, EpisodeRunner
 from .failures import Failures
 from .guarded import EnvironmentDriver
 from .renderer import make_renderer
-from .resolve import environment_maker
+from .resolve import AGENT, environment_maker
 from .rubric import make_rubric
 
 __all__ = ["EpisodeRunner", "Generate", "make_episode_runner"]
@@ -49,6 +49,11 @@ def make_episode_runner(
 
 
 def _make_driver(config: EnvironmentConfig, failures: Failures) -> Driver:
+    if config.name == AGENT:
+        # An HTTP server is imported only for those who serve.
+        from .serving.driver import AgentDriver
+
+        return AgentDriver(config, failures)
     # "package.module:Name" is counted as Name.
     name = config.name.rpartition(":")[2]
     make = environment_maker(config)
