@@ -89,6 +89,10 @@ class NonFiniteError(_LocatedError):
     """The accumulated gradient is not finite; parameters and optimizer state are untouched."""
 
 
+class MismatchError(_LocatedError):
+    """The generator samples from another policy than the one trained, more so than is allowed."""
+
+
 class WorkerLostError(_LocatedError):
     """A process of a mesh died or stopped answering; the mesh is lost."""
 

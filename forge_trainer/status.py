@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from forge_trainer.pieces import WeightsVersion
 
@@ -168,3 +168,24 @@ class GeneratorStatus:
     """Requests that have a slot."""
     num_waiting: int = 0
     """Requests that wait for one."""
+    num_steps: int = 0
+    """Decoding steps since it began: what shows that it works while nothing ends."""
+    replicas: tuple[ReplicaStatus, ...] = ()
+    """Of a fleet, whose own numbers are sums; empty for one that stands alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A generator of a fleet, as the fleet sees it."""
+
+    name: str
+    """Such as generator/1."""
+    state: Literal["serving", "behind", "lost"]
+    """`behind`: it is not asked for completions until it has the weights that others have. `lost`:
+    it was taken out for good."""
+    num_open: int
+    """Calls that it has not answered."""
+    reason: str | None
+    """Why it was taken out, or why its last pull failed."""
+    status: GeneratorStatus | None
+    """What it says of itself; None if it does not answer."""

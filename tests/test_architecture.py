@@ -80,6 +80,7 @@ def test_only_handles_call_endpoints() -> None:
     }
     assert callers == {
         "forge_trainer/processes/handles.py",
+        "forge_trainer/processes/generator_handle.py",
         # Of hosts, which run no part of ours.
         "forge_trainer/processes/hosts/guards.py",
         # Of torchstore's actors, which are nobody else's.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from forge_trainer.types import Episode
 
 Measure = Callable[[], Awaitable[float]]
 """Runs a thing once; the seconds or bytes it took."""
@@ -33,6 +35,20 @@ class Row:
     spread: Spread
     bar: float | None = None
     """What it should not exceed."""
+
+
+class StepRows:
+    """A sink that keeps the rows of steps."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, float]] = []
+
+    def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
+        self.rows.append(row)
+
+    def write_evaluation(self, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 async def interleaved(*measures: Measure, rounds: int, warmup: int = 2) -> list[tuple[float, ...]]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.grpo.fits import checked_model, placed
+from apps.grpo.parts import make_rollouts
 from forge_trainer.config import GrpoConfig
 from forge_trainer.controller.checks import check_algorithm
 from forge_trainer.processes.hosts.inventory import find_inventory
@@ -36,6 +37,7 @@ def dry_run(config: GrpoConfig, inventory: HostInventory | None = None) -> int:
     plans = placed(config, inventory)
     with tempfile.TemporaryDirectory() as scratch:
         model_dir = checked_model(config, Path(scratch), inventory)
+        make_rollouts(config, model_dir)
         model = model_size(model_dir)
         if config.launch.kind == "local":
             with_room(config.weights, model_dir)

@@ -50,9 +50,7 @@ def start(config: GrpoConfig) -> None:
         check_algorithm,
         check_checkpoint_folder,
         check_port,
-        check_prompts,
     )
-    from forge_trainer.data.prompts import make_task
     from forge_trainer.processes.hosts.certificates import use_certificates
     from forge_trainer.processes.hosts.inventory import find_inventory
     from forge_trainer.run.run_folder import (
@@ -71,12 +69,10 @@ def start(config: GrpoConfig) -> None:
     if config.launch.kind == "local":
         check_port(config.trainer)
     refuse_places_of_the_run(config)
-    task = make_task(config.task, seed=config.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         # Made elsewhere, so that a config that cannot work leaves the run folder as it was.
         model_dir = checked_model(config, Path(scratch), inventory)
-        task = check_prompts(task, model_dir, config.generator)
-        rollouts = make_rollouts(config, task, model_dir)
+        rollouts = make_rollouts(config, model_dir)
         folder = prepare_run_folder(config.run, keep=model_dir)
         dump_config(config, folder / CONFIG_FILE)
         if config.model.tiny is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from forge_trainer.config import EvalConfig, GrpoConfig
+from forge_trainer.controller.checks import check_prompts
 from forge_trainer.data.prompts import Task, make_task
 from forge_trainer.environments import EpisodeRunner, make_episode_runner
+from forge_trainer.metrics import metric_values
 from forge_trainer.processes.lifecycle import Site
 from forge_trainer.processes.rank_logs import RankLogs
 from forge_trainer.protocols import Generator
@@ -29,6 +32,8 @@ from forge_trainer.run.run_folder import (
     TENSORBOARD_FOLDER,
 )
 from forge_trainer.types import Episode, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,16 @@ class Rollouts:
 
     def counts(self) -> Mapping[str, float]:
         """What happened since the last call."""
-        return self.runner.take_counts()
+        return {**self.runner.take_counts(), **metric_values(self.task.prompts.metrics())}
 
 
-def make_rollouts(config: GrpoConfig, task: Task, model_dir: Path) -> Rollouts:
+def needs_reward(config: GrpoConfig) -> bool:
+    """True if nothing but the task's own reward can judge."""
+    environment = config.environment
+    return environment.name == "single_turn" and not environment.rewards
+
+
+def make_rollouts(config: GrpoConfig, model_dir: Path) -> Rollouts:
     """Prompts, environments and rewards of training and of evaluation.
 
     Raises:
@@ -79,7 +90,9 @@ def make_rollouts(config: GrpoConfig, task: Task, model_dir: Path) -> Rollouts:
         stop=config.generator.stop,
     )
     seed = config.seeded_generator.seed or 0
+    task = make_task(config.task, seed=config.run.seed, needs_reward=needs_reward(config))
     runner = _runner(config, task, model_dir, sampling, seed)
+    task = check_prompts(task, model_dir, config.generator, count=runner.count_tokens)
     return Rollouts(task, runner, _held_out(config, model_dir, sampling))
 
 
@@ -87,15 +100,19 @@ def _held_out(config: GrpoConfig, model_dir: Path, sampling: SamplingParams) -> 
     given = config.eval
     if given is None:
         return None
-    task = make_task(given.task or config.task, seed=given.seed)
-    prompts = list(itertools.islice(task.prompts, given.num_prompts))
+    task = make_task(given.task or config.task, seed=given.seed, needs_reward=needs_reward(config))
     changed = SamplingParams(
         max_completion_tokens=sampling.max_completion_tokens,
         temperature=given.temperature,
         greedy=given.greedy,
         stop=sampling.stop,
     )
-    return HeldOut(given, prompts, _runner(config, task, model_dir, changed, given.seed))
+    runner = _runner(config, task, model_dir, changed, given.seed)
+    task = check_prompts(task, model_dir, config.generator, count=runner.count_tokens)
+    prompts = list(itertools.islice(task.prompts, given.num_prompts))
+    if len(prompts) < given.num_prompts:
+        logger.warning("eval.num_prompts: %d, but there are %d", given.num_prompts, len(prompts))
+    return HeldOut(given, prompts, runner)
 
 
 def _runner(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forge_trainer.config import GeneratorConfig, WeightsConfig
 from forge_trainer.generation import make_generator
+from forge_trainer.generation.desk import RequestDesk
 from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.status import GeneratorStatus
 from forge_trainer.types import SamplingParams
@@ -29,6 +30,7 @@ class GeneratorActor(Actor):
     ) -> None:
         self._weights = weights
         self._generator = make_generator(config, weights, model_dir=Path(model_dir))
+        self._desk = RequestDesk(self._generator.begin)
 
     @concurrent_endpoint
     async def open_store(self, address: StoreAddress) -> None:
@@ -46,6 +48,22 @@ class GeneratorActor(Actor):
     async def generate(self, prompts: Sequence[str], sampling: SamplingParams) -> bytes:
         # Pickled here, since Monarch's cloudpickle asks Python about every single array.
         return pickle.dumps(await self._generator.generate(prompts, sampling), protocol=5)
+
+    @concurrent_endpoint
+    async def submit(self, requests: bytes, withdrawn: Sequence[str]) -> None:
+        self._desk.submit(pickle.loads(requests), withdrawn)
+
+    @concurrent_endpoint
+    async def collect(self) -> bytes:
+        return pickle.dumps(await self._desk.collect(), protocol=5)
+
+    @concurrent_endpoint
+    async def pause(self) -> None:
+        await self._generator.pause()
+
+    @concurrent_endpoint
+    async def resume(self) -> None:
+        await self._generator.resume()
 
     @concurrent_endpoint
     async def pull_weights(self, ref: WeightsRef | WeightsVersion | None) -> WeightsVersion:

@@ -13,7 +13,8 @@ from .rollout.asynchrony import AsyncConfig
 from .rollout.environment import TASK_REWARD, EnvironmentConfig, FixedReward, RewardConfig
 from .rollout.evaluation import EvalConfig
 from .rollout.generation import GeneratorConfig
-from .rollout.task import TaskConfig
+from .rollout.task import FILE_KINDS, ColumnsConfig, OnLongPrompt, TaskConfig
+from .rollout.vllm import VllmConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -26,12 +27,15 @@ __all__ = [
     "EnvironmentConfig",
     "EvalConfig",
     "FixedReward",
+    "ColumnsConfig",
+    "FILE_KINDS",
     "GeneratorConfig",
     "GrpoConfig",
     "KubernetesConfig",
     "LRScheduleConfig",
     "LaunchConfig",
     "ModelConfig",
+    "OnLongPrompt",
     "OptimizerConfig",
     "PackingConfig",
     "ParallelConfig",
@@ -49,5 +53,6 @@ __all__ = [
     "TinyModelConfig",
     "TlsConfig",
     "TrainerConfig",
+    "VllmConfig",
     "WeightsConfig",
 ]

@@ -78,9 +78,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse_overrides(schema: type[BaseModel], overrides: Sequence[str]) -> dict[str, Any]:
     known: set[str] = set()
-    _collect_keys(schema, "", known)
+    refused: dict[str, str] = {}
+    _collect_keys(schema, "", known, refused)
     for argument in overrides:
         key = argument.removeprefix("--").split("=")[0]
+        if argument.startswith("--") and key in refused:
+            raise ConfigError(f"{key} is refused: {refused[key]}")
         if argument.startswith("--") and key not in known:
             raise ConfigError(f"{key}: no such key; see --help{_suggest(key, known)}")
     try:
@@ -102,7 +105,10 @@ def _cli_source(schema: type[BaseModel], prog: str, arguments: list[str]) -> Cli
         raise ConfigError("command line: overrides are `--section.key value`") from None
 
 
-def _collect_keys(schema: type[BaseModel], prefix: str, known: set[str]) -> None:
+def _collect_keys(
+    schema: type[BaseModel], prefix: str, known: set[str], refused: dict[str, str]
+) -> None:
+    refused |= {prefix + name: why for name, why in getattr(schema, "refused", {}).items()}
     for field, info in schema.model_fields.items():
         name = info.alias or field
         known.add(prefix + name)
@@ -110,7 +116,7 @@ def _collect_keys(schema: type[BaseModel], prefix: str, known: set[str]) -> None
         options = [annotation, *getattr(annotation, "__args__", ())]
         for option in options:
             if isinstance(option, type) and issubclass(option, BaseModel):
-                _collect_keys(option, f"{prefix}{name}.", known)
+                _collect_keys(option, f"{prefix}{name}.", known, refused)
 
 
 def _suggest(key: str, known: set[str]) -> str:

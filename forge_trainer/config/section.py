@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -26,6 +26,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    refused: ClassVar[dict[str, str]] = {}
+    """Keys that others know and that are missing here on purpose, with the reason."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def keys_missing_on_purpose_tell_why(cls, values: Any) -> Any:
+        for name, why in cls.refused.items() if isinstance(values, dict) else ():
+            if name in values:
+                raise ValueError(f"{name} is refused: {why}")
+        return values
 
     @model_validator(mode="before")
     @classmethod

@@ -11,8 +11,9 @@ from typing import Any
 
 from forge_trainer.config import TrainerConfig
 from forge_trainer.errors import DataError, EngineError, ForgeTrainerError, WorkerLostError
-from forge_trainer.functional.flops import training_flops
-from forge_trainer.functional.losses.objective import make_loss, required_fields
+from forge_trainer.functional.estimates.flops import training_flops
+from forge_trainer.functional.losses.fields import required_fields
+from forge_trainer.functional.losses.objective import make_loss
 from forge_trainer.functional.packing import (
     PackedCall,
     PackingPlan,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -18,21 +17,24 @@ from forge_trainer.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from forge_trainer.data.fitting import CountTokens, PromptLimit, require_some_fit
 from forge_trainer.data.prompts import Task
 from forge_trainer.engine import ENGINES, find_engine
 from forge_trainer.engine.profiling import require_memory_snapshots
 from forge_trainer.engine.titan.support import refuse_unsupported, require_float8
-from forge_trainer.errors import ConfigError
+from forge_trainer.errors import ConfigError, DataError
+from forge_trainer.functional.losses.fields import check_old_logprobs
 from forge_trainer.functional.losses.objective import make_loss
+from forge_trainer.generation.vllm.support import check_vllm
 from forge_trainer.hf import (
     ModelFacts,
-    count_tokens,
     largest_token_id,
     read_hf_config,
     read_model_facts,
     require_special_tokens,
     require_whole_weights,
     resolve_device,
+    token_counter,
 )
 from forge_trainer.types import Gpu
 
@@ -103,28 +105,38 @@ def check_generator(
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
-    resolve_device(generator.device, None if gpus is None else len(gpus))
+    device = resolve_device(generator.device, None if gpus is None else len(gpus)).type
     facts = read_model_facts(path)
+    if generator.backend == "vllm":
+        check_vllm(generator, facts, device)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)
 
 
-def check_prompts(task: Task, path: Path, generator: GeneratorConfig) -> Task:
-    """The task, whose first prompts fit into what the generator takes.
+def check_prompts(
+    task: Task, path: Path, generator: GeneratorConfig, *, count: CountTokens | None = None
+) -> Task:
+    """The task, of whose prompts only those that the generator takes are given.
+
+    `count` knows how a prompt becomes tokens; None counts its text. The first prompts are looked
+    at, and said to be too long where they are.
 
     Raises:
-        ConfigError: the longest of them has too many tokens.
+        ConfigError: one of them is malformed, none fits, or one does not where all must.
     """
-    first = list(itertools.islice(task.prompts, PROMPTS_LOOKED_AT))
-    lengths = count_tokens(path, [prompt.text for prompt in first])
-    longest = max(range(len(first)), key=lambda i: lengths[i], default=None)
-    if longest is not None and lengths[longest] > generator.max_prompt_tokens:
-        raise ConfigError(
-            f"generator.max_prompt_tokens: {generator.max_prompt_tokens}, but of the task's first "
-            f"{len(first)} prompts the longest has {lengths[longest]} tokens: "
-            f"{first[longest].text[:60]!r}; give at least {lengths[longest]}"
-        )
-    return replace(task, prompts=itertools.chain(first, task.prompts))
+    count = count or _count_text(path)
+    limit = PromptLimit(generator.max_prompt_tokens, count, task.prompts.on_long_prompt)
+    try:
+        first = task.prompts.peek(PROMPTS_LOOKED_AT)
+    except DataError as error:
+        raise ConfigError(f"task: {error}") from error
+    require_some_fit(first, limit)
+    return replace(task, prompts=task.prompts.with_limit(limit))
+
+
+def _count_text(path: Path) -> CountTokens:
+    count = token_counter(path)
+    return lambda prompt: count("\n".join(m.content for m in prompt.messages) or prompt.text)
 
 
 def check_dtypes(weights: WeightsConfig, generator: GeneratorConfig) -> None:
@@ -202,8 +214,15 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
+    loss, options = algorithm.loss, algorithm.loss_options
     try:
-        make_loss(algorithm.loss, algorithm.loss_options)
+        make_loss(loss, options)
+        check_old_logprobs(
+            loss,
+            options,
+            are_given=algorithm.recompute_logprobs,
+            updates_per_batch=algorithm.updates_per_batch,
+        )
     except ConfigError as error:
         raise ConfigError(f"algorithm.loss_options: {error}") from error
 

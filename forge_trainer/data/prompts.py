@@ -1,86 +1,109 @@
-"""Tasks: an endless source of prompts and the reward that belongs to them."""
+"""Tasks: a source of prompts and the reward that belongs to them."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from forge_trainer.config import TaskConfig
-from forge_trainer.errors import ConfigError
-from forge_trainer.functional.rewards import resolve_reward, starts_with_answer
+from forge_trainer.config import FILE_KINDS, TaskConfig
+from forge_trainer.errors import ConfigError, DataError
+from forge_trainer.functional.rewards import REWARDS, resolve_reward, starts_with_answer
 from forge_trainer.types import Prompt, RewardFn
 
+from .columns import Columns
+from .functions import own_prompts
+from .indexed import IndexedPrompts
+from .procedural import ReasoningGymRows, larger_digit
+from .rows import Rows
+from .source import PromptData, PromptSource
+from .streams import StreamedPrompts
+
 REASONING_GYM = "reasoning_gym/"
-REASONING_GYM_SIZE = 1_000_000
-"""Prompts of a reasoning-gym data set before it starts again; each is made when asked for."""
+CHECKED_ROWS = 20_000
+"""Rows that are read before anything starts; a malformed one beyond ends the run when reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    prompts: Iterator[Prompt]
-    reward: RewardFn
+    prompts: PromptSource
+    reward: RewardFn | None
+    """None: it brings none, and something else judges."""
 
 
-def make_task(config: TaskConfig, *, seed: int) -> Task:
+def make_task(config: TaskConfig, *, seed: int, needs_reward: bool = True) -> Task:
     """The task that the config names.
 
+    Without `needs_reward`, as where an environment judges, it may have none.
+
     Raises:
-        ConfigError: unknown task, data set, option or reward.
+        ConfigError: unknown task, data set, file, column, option or reward, or a malformed row
+            among the first.
     """
+    data, reward = _open(config, seed)
+    if config.reward is not None:
+        reward = resolve_reward(config.reward)
+    if reward is None and needs_reward:
+        raise ConfigError(
+            f"task.reward: {config.name} brings none of its own; name one of {sorted(REWARDS)} or "
+            "'package.module:function'"
+        )
+    source = PromptSource(data, epochs=config.epochs, on_long_prompt=config.on_long_prompt)
+    return Task(source, reward)
+
+
+def _open(config: TaskConfig, seed: int) -> tuple[PromptData, RewardFn | None]:
+    """Where the task's prompts are, and its own reward."""
+    if config.name in FILE_KINDS:
+        to_prompt = Columns(config.columns, config.path or "")
+        data = IndexedPrompts(_open_file(config), to_prompt, seed=seed, shuffle=config.shuffle)
+        _check_rows(data)
+        return data, None
     if config.name.startswith(REASONING_GYM):
-        task = _reasoning_gym(config.name.removeprefix(REASONING_GYM), config.options, seed)
-    elif config.name == "larger_digit":
-        if config.options:
-            raise ConfigError(f"task.options: larger_digit takes none, got {config.options}")
-        task = Task(_larger_digit(seed), starts_with_answer)
-    else:
-        raise ConfigError(
-            f"task.name: {config.name!r} is unknown; use 'larger_digit' or "
-            f"'{REASONING_GYM}<dataset>'"
-        )
-    reward = task.reward if config.reward is None else resolve_reward(config.reward)
-    return Task(task.prompts, reward)
+        name = config.name.removeprefix(REASONING_GYM)
+        rows = ReasoningGymRows(name, config.options, seed=seed)
+        return IndexedPrompts(rows, _as_it_is, seed=seed, shuffle=config.shuffle), rows.reward
+    if ":" in config.name:
+        return own_prompts(config, seed=seed)
+    if config.name == "larger_digit":
+        _refuse_options(config)
+        stream = StreamedPrompts(larger_digit, _as_it_is, name=config.name, seed=seed)
+        return stream, starts_with_answer
+    raise ConfigError(
+        f"task.name: {config.name!r} is unknown; use 'larger_digit', '{REASONING_GYM}<dataset>', "
+        f"{', '.join(map(repr, FILE_KINDS))} or 'package.module:name'"
+    )
 
 
-def _larger_digit(seed: int) -> Iterator[Prompt]:
-    """`3,7:` -> `7`. The best constant answer, 9, is right in 19 of 100 prompts."""
-    rng = random.Random(seed)
-    while True:
-        a, b = rng.randrange(10), rng.randrange(10)
-        yield Prompt(text=f"{a},{b}:", answer=str(max(a, b)), task="larger_digit")
+def _open_file(config: TaskConfig) -> Rows:
+    assert config.path is not None, "TaskConfig gives every file kind a path"
+    if config.name == "huggingface":
+        from .rows.huggingface import HuggingFaceRows
+
+        return HuggingFaceRows(config.path, config.options)
+    from .rows.files import find_files
+
+    _refuse_options(config)
+    files = find_files(config.path)
+    if config.name == "jsonl":
+        from .rows.jsonl import JsonLines
+
+        return JsonLines(files)
+    from .rows.parquet import ParquetRows
+
+    return ParquetRows(files)
 
 
-def _reasoning_gym(name: str, options: dict[str, Any], seed: int) -> Task:
-    import reasoning_gym
-
+def _check_rows(data: IndexedPrompts) -> None:
     try:
-        dataset = reasoning_gym.create_dataset(
-            name, seed=seed, **{"size": REASONING_GYM_SIZE, **options}
-        )
-        dataset[0]
-    except Exception as error:
-        raise ConfigError(
-            f"task: reasoning_gym cannot make {name!r} with {options}: {error}"
-        ) from error
-
-    def prompts() -> Iterator[Prompt]:
-        while True:
-            for entry in dataset:
-                yield Prompt(
-                    text=entry["question"],
-                    answer=str(entry["answer"]),
-                    task=name,
-                    metadata=entry["metadata"],
-                )
-
-    return Task(prompts(), _scored_by(dataset.score_answer))
+        for index in range(min(len(data), CHECKED_ROWS)):
+            data.prompt(index)
+    except DataError as error:
+        raise ConfigError(f"task.path: {error}") from error
 
 
-def _scored_by(score_answer: Callable[..., float]) -> RewardFn:
-    def reward(completion: str, prompt: Prompt) -> float:
-        entry = {"question": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
-        return float(score_answer(completion.strip(), entry))
+def _refuse_options(config: TaskConfig) -> None:
+    if config.options:
+        raise ConfigError(f"task.options: {config.name} takes none, got {config.options}")
 
-    return reward
+
+def _as_it_is(prompt: Prompt) -> Prompt:
+    return prompt

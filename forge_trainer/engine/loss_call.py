@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from forge_trainer.engine.checkpoint.random_state import random_state, set_random_state
+from forge_trainer.functional.losses.mismatch import mismatch
 from forge_trainer.functional.losses.objective import Objective, needs_entropy
-from forge_trainer.functional.losses.tokens import logprob_gap
 from forge_trainer.metrics import Mean, Metric, Metrics, as_floats, merge_metrics
 from forge_trainer.types import EngineForwardBackward, LossFn, LossOutput, TrainBatch
 
@@ -67,7 +67,7 @@ class LossCalls:
                 self.error = "".join(traceback.format_exception(error, limit=-3)).strip()
             else:
                 self._totals.append(output.total.detach())
-                self._metrics += [output.metrics, logprob_gap(logprobs_BT, batch)]
+                self._metrics += [output.metrics, mismatch(logprobs_BT, batch)]
                 return output.total
         # Kept connected to the graph so that every rank still runs backward.
         return 0.0 * logprobs_BT.sum()

@@ -17,7 +17,8 @@ from .advantages import group_advantages
 def group_sequences(
     episodes_G: Sequence[Episode], *, divide_by_std: bool, per_sequence_mean: bool
 ) -> list[TrainSequence]:
-    """A sequence per transcript; what the model sampled is a target, and nothing else.
+    """A sequence per transcript; what the model sampled with a finite log-prob is a target, and
+    nothing else.
 
     With `per_sequence_mean`, each token weighs 1/|o_i|, where o_i is all that was sampled in its
     episode, so that a sum over sequences is a sum of means (use normalize="sequences").
@@ -54,14 +55,20 @@ def deal_minibatches(
 def _sequences_of(
     episode: Episode, advantage: float, per_sequence_mean: bool
 ) -> Iterator[TrainSequence]:
-    weight = 1.0 / episode.num_sampled if per_sequence_mean else 1.0
-    for transcript in episode.transcripts:
-        sampled = as_array(transcript.sampled)
+    # A token whose log-prob the generator could not tell has no ratio: it is no target.
+    targets = [
+        as_array(transcript.sampled).astype(bool) & np.isfinite(as_array(transcript.logprobs))
+        for transcript in episode.transcripts
+    ]
+    num_targets = max(1, sum(int(mask.sum()) for mask in targets))
+    weight = np.float32(1.0 / num_targets if per_sequence_mean else 1.0)
+    zero = np.float32(0)
+    for transcript, mask in zip(episode.transcripts, targets, strict=True):
         yield TrainSequence(
             token_ids=transcript.token_ids,
-            loss_mask=sampled,
-            advantages=np.where(sampled, np.float32(advantage), np.float32(0)),
-            generator_logprobs=transcript.logprobs,
-            token_weights=np.where(sampled, np.float32(weight), np.float32(0)),
+            loss_mask=mask,
+            advantages=np.where(mask, np.float32(advantage), zero),
+            generator_logprobs=np.where(mask, as_array(transcript.logprobs), zero),
+            token_weights=np.where(mask, weight, zero),
             temperature=transcript.temperature,
         )

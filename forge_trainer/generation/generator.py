@@ -1,4 +1,4 @@
-"""A generator: a model that completes prompts, and the weights it does that with."""
+"""A generator: a backend that samples, and the weights it does that with."""
 
 from __future__ import annotations
 
@@ -6,89 +6,121 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from forge_trainer.errors import TornWeightsError, WeightsError
+from forge_trainer.config import GeneratorConfig
+from forge_trainer.errors import DataError, TornWeightsError, WeightsError
 from forge_trainer.functional.pieces.manifests import num_bytes_of
-from forge_trainer.pieces import TensorFacts, WeightChecksums, WeightsRef, WeightsVersion
-from forge_trainer.protocols import WeightStore
+from forge_trainer.pieces import WeightChecksums, WeightsRef, WeightsVersion
+from forge_trainer.protocols import ArrivedWeights, WeightStore
 from forge_trainer.status import GeneratorStatus, TransferStatus
 from forge_trainer.tasks import to_the_end
-from forge_trainer.types import Completion, SamplingParams
+from forge_trainer.types import Completion, GenerationRequest, SamplingParams
 
-T = TypeVar("T")
-
-
-class CompletingModel(Protocol):
-    """What samples. All methods run on one thread."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """What it runs on, to be filled in place; a tied tensor under one of its names."""
-        ...
-
-    def load(self) -> None: ...
-
-    def complete(
-        self, prompts: Sequence[str], sampling: SamplingParams, *, policy_version: int
-    ) -> list[list[Completion]]: ...
-
-    def checksums(self) -> dict[str, TensorFacts]: ...
-
-    def read_weight(self, name: str) -> Tensor: ...
+from .backend import Backend
+from .serving import Answer, Serving
+from .turns import Turns
 
 
 class ModelGenerator:
-    """Keeps the `Generator` protocol over a model. Call `use_store` and `setup` first.
+    """Keeps the `Generator` protocol over a backend. Call `use_store` and `setup` first.
 
-    Generating, reading weights and copying pulled ones into the model take turns. A pull fetches
-    and verifies beside them, so that a call waits for the copy alone; what is asked for meanwhile
-    is answered by the old weights, as after a pull that failed. Every completion says by which.
+    Steps, reading weights and taking over pulled ones take turns. A pull fetches and verifies
+    beside them; then requests that run are finished with the old weights (`update: drain`), or go
+    on with the new ones (`in_flight`). Every token says by which it was sampled.
     """
 
-    def __init__(self, model: CompletingModel) -> None:
-        self._model = model
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generator")
-        self._turn = asyncio.Lock()
+    def __init__(self, backend: Backend, config: GeneratorConfig) -> None:
+        self._backend = backend
+        self._config = config
+        self._turns = Turns()
+        self._serving = Serving(backend, self._turns, num_slots=config.batch_size)
         self._one_pull = asyncio.Lock()
-        self._phase = "starting"
         self._version = WeightsVersion(epoch=0, policy_version=0)
         self._pull: TransferStatus | None = None
         self._store: WeightStore | None = None
         self._torn: str | None = None
-        self._num_completions = 0
+        self._num_seeds = 0
 
     async def setup(self) -> None:
         """Load the model; the directory's weights are policy version 0."""
-        await self._run("setup", self._model.load)
+        await self._turns.run("setup", self._backend.load)
+        self._num_seeds = 0
 
     async def generate(
         self, prompts: Sequence[str], sampling: SamplingParams
     ) -> list[list[Completion]]:
         """`sampling.num_completions` completions for every prompt.
 
-        Raises:
-            DataError: a prompt is empty or too long, or its completion would not fit.
-            WeightsError: the last pull failed half way.
+        Their seeds follow from `generator.seed` and from how many there were: the same calls give
+        the same completions.
+
+        Raises: like `generate_one`.
         """
+        ids = await self._turns.run("encode", lambda: [self._encoded(p) for p in prompts])
+        requests = [
+            GenerationRequest(token_ids, sampling, seed=self._next_seed())
+            for token_ids in ids
+            for _ in range(sampling.num_completions)
+        ]
+        for prompt, request in zip(prompts, requests[:: sampling.num_completions], strict=True):
+            self._require_fit(prompt, request)
+        answers = [self.begin(request) for request in requests]
+        try:
+            done = await asyncio.gather(*answers)
+        finally:
+            # Nobody wants the others of a call that has failed.
+            for answer in answers:
+                answer.cancel()
+        G = sampling.num_completions
+        return [done[i * G : (i + 1) * G] for i in range(len(prompts))]
 
-        def complete() -> list[list[Completion]]:
-            version = self._version.policy_version
-            return self._model.complete(prompts, sampling, policy_version=version)
+    def _encoded(self, prompt: str) -> NDArray[np.int32]:
+        return np.array(self._backend.encode(prompt), np.int32)
 
-        async with self._turn:
-            self._require_whole()
-            groups = await self._run("generate", complete)
-        self._num_completions += sum(len(group) for group in groups)
-        return groups
+    def _next_seed(self) -> int:
+        self._num_seeds += 1
+        return ((self._config.seed or 0) << 32) + self._num_seeds
+
+    def _require_fit(self, prompt: str, request: GenerationRequest) -> None:
+        try:
+            self._backend.check(request)
+        except DataError as error:
+            raise DataError(f"{error}: {prompt[:80]!r}") from error
+
+    async def generate_one(self, request: GenerationRequest) -> Completion:
+        """The completion of one prompt; cancelled, its slot is free at once.
+
+        Raises:
+            DataError: the prompt is empty or too long, or its completion would not fit.
+            WeightsError: the last pull failed half way.
+            EngineError: sampling failed, or the generator was closed.
+        """
+        return await self.begin(request)
+
+    def begin(self, request: GenerationRequest) -> Answer:
+        """The future of a completion; cancelling it takes the request back.
+
+        Raises: like `generate_one`.
+        """
+        self._require_whole()
+        return self._serving.begin(request)
 
     def _require_whole(self) -> None:
         if self._torn is not None:
             raise WeightsError(self._torn)
+
+    async def pause(self) -> None:
+        """Sample nothing until `resume`, but for what a pull has to let end first."""
+        await self._serving.pause()
+
+    async def resume(self) -> None:
+        """Sample again."""
+        self._serving.resume()
 
     def use_store(self, store: WeightStore) -> None:
         """Pull from this store from now on."""
@@ -101,7 +133,8 @@ class ModelGenerator:
 
         Raises:
             WeightsError: older than the one in use, missing, or not whole; the old weights stay.
-            TornWeightsError: copying failed half way; generating is refused until a pull succeeds.
+            TornWeightsError: copying failed half way; what ran has failed, and generating is
+                refused until a pull succeeds.
         """
         async with self._one_pull:
             return await to_the_end(self._pull_weights(ref))
@@ -116,15 +149,35 @@ class ModelGenerator:
         async with self._store.reading(wanted) as reading:
             version = reading.manifest.version
             self._require_not_older(version)
-            async with reading.arrived(self._model.tensors) as arrived, self._turn:
-                try:
-                    await arrived.load()
-                except TornWeightsError as error:
-                    self._torn = str(error)
-                    raise
-                self._version, self._torn = version, None
+            moment = self._serving.between_steps(drained=self._config.update == "drain")
+            async with reading.arrived(self._backend.tensors) as arrived, moment:
+                await self._take_over(arrived, version)
             self._pull = TransferStatus(num_bytes_of(reading.manifest), time.perf_counter() - start)
         return version
+
+    async def _take_over(self, arrived: ArrivedWeights, version: WeightsVersion) -> None:
+        """Between two steps."""
+        keep_cache = self._config.kv_cache == "keep"
+        try:
+            await arrived.load()
+            await self._use(version, keep_cache=keep_cache)
+        except TornWeightsError as error:
+            torn = self._torn = str(error)
+            self._serving.fail(lambda: WeightsError(torn))
+            raise
+        self._version, self._torn = version, None
+
+    async def _use(self, version: WeightsVersion, *, keep_cache: bool) -> None:
+        def use() -> None:
+            self._backend.use_weights(version, keep_cache=keep_cache)
+
+        try:
+            await self._turns.run("pull_weights", use)
+        except Exception as error:
+            raise TornWeightsError(
+                f"weights {version} were loaded, but not taken over: {type(error).__name__}: "
+                f"{error}; pull again before anything is sampled"
+            ) from error
 
     def _require_not_older(self, version: WeightsVersion) -> None:
         if version < self._version:
@@ -136,9 +189,9 @@ class ModelGenerator:
         Raises:
             WeightsError: the last pull failed half way.
         """
-        async with self._turn:
+        async with self._turns.turn:
             self._require_whole()
-            tensors = await self._run("weight_checksums", self._model.checksums)
+            tensors = await self._turns.run("weight_checksums", self._backend.checksums)
             return WeightChecksums(self._version, tensors)
 
     async def read_weight(self, name: str) -> Tensor:
@@ -147,28 +200,27 @@ class ModelGenerator:
         Raises:
             WeightsError: there is no such tensor, or the last pull failed half way.
         """
-        async with self._turn:
+        async with self._turns.turn:
             self._require_whole()
-            return await self._run("read_weight", lambda: self._model.read_weight(name))
+            return await self._turns.run("read_weight", lambda: self._backend.read_weight(name))
 
     async def get_status(self) -> GeneratorStatus:
         return GeneratorStatus(
             version=self._version,
             pull=self._pull,
-            phase=self._phase,
-            num_completions=self._num_completions,
+            phase=self._turns.phase,
+            num_completions=self._serving.num_completions,
             host=socket.gethostname(),
             pid=os.getpid(),
+            num_running=self._serving.num_running,
+            num_waiting=self._serving.num_waiting,
         )
 
     async def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        """Fail what is open, and let go of the model and the store."""
+        await self._serving.close()
+        async with self._turns.turn:
+            await self._turns.run("close", self._backend.close)
+        self._turns.close()
         if self._store is not None:
             self._store.close()
-
-    async def _run(self, phase: str, work: Callable[[], T]) -> T:
-        self._phase = phase
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self._phase = "idle"

@@ -5,10 +5,12 @@ from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts,
 from .tiny import create_tiny_model, model_directory
 from .tokenizer import (
     TextEncoder,
-    count_tokens,
     largest_token_id,
     load_tokenizer,
     require_special_tokens,
+    special_token_ids,
+    stop_token_ids,
+    token_counter,
 )
 from .weights import (
     count_parameters,
@@ -23,7 +25,6 @@ __all__ = [
     "ModelFacts",
     "TextEncoder",
     "count_parameters",
-    "count_tokens",
     "create_tiny_model",
     "find_model_dir",
     "has_chat_template",
@@ -37,5 +38,8 @@ __all__ = [
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",
+    "token_counter",
+    "special_token_ids",
+    "stop_token_ids",
     "unique_tensors",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ def largest_token_id(path: Path) -> int:
     return max(_read_tokenizer(path).get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def count_tokens(path: Path, texts: Sequence[str]) -> list[int]:
-    """Tokens of each text, without a model's library: it takes seconds to import.
+def token_counter(path: Path) -> Callable[[str], int]:
+    """Counts the tokens of a text, without a model's library, which takes seconds to import.
 
     Raises:
         ConfigError: the file is missing or no tokenizer.
     """
-    return [len(encoding.ids) for encoding in _read_tokenizer(path).encode_batch(list(texts))]
+    tokenizer = _read_tokenizer(path)
+    return lambda text: len(tokenizer.encode(text).ids)
 
 
 class TextEncoder:
@@ -92,3 +93,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stop_token_ids(generation: Any, tokenizer: Any) -> frozenset[int]:
+    """The directory's stop tokens, with the tokenizer's own end of sequence."""
+    configured = generation.eos_token_id
+    ids = set(configured if isinstance(configured, list) else [configured])
+    return frozenset(token for token in ids | {tokenizer.eos_token_id} if token is not None)
+
+
+def special_token_ids(tokenizer: Any, strings: Sequence[str]) -> frozenset[int]:
+    """Those of the strings that are special tokens: no part of a text, where nobody finds them."""
+    special = set(tokenizer.all_special_tokens).intersection(strings) if strings else set()
+    return frozenset(tokenizer.convert_tokens_to_ids(list(special)))

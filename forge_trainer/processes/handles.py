@@ -1,24 +1,21 @@
-"""Handles over Monarch: the only file that calls endpoints.
+"""The handle of a trainer's ranks over Monarch: it and that of generators alone call endpoints.
 
-It turns what Monarch raises into the project's errors: the error a worker raised, or
+What Monarch raises is turned into the project's errors: the error a worker raised, or
 WorkerLostError with the rank whose process died.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import (
     SupervisionError as MonarchSupervisionError,
 )
 from monarch.actor import ActorError
-from torch import Tensor
 
-from forge_trainer.actors.generator import GeneratorActor
 from forge_trainer.actors.trainer import TitanTrainer
 from forge_trainer.config import TrainerConfig
 from forge_trainer.controller.ranks import ask_all
@@ -28,9 +25,9 @@ from forge_trainer.errors import (
     ForgeTrainerError,
     WorkerLostError,
 )
-from forge_trainer.pieces import StoreAddress, WeightChecksums, WeightsRef, WeightsVersion
-from forge_trainer.status import GeneratorStatus, RankStatus
-from forge_trainer.types import CallTicket, Completion, SamplingParams
+from forge_trainer.pieces import StoreAddress
+from forge_trainer.status import RankStatus
+from forge_trainer.types import CallTicket
 
 from .answers import Answers
 from .patience import CallLimits
@@ -70,7 +67,7 @@ class MeshRanks:
             raise self._lost
         patience = self._limits.of(method, args_by_rank[0])
         sent = self._send(method, args_by_rank, patience.collective_s)
-        waiting = [_translated(future, rank, method) for rank, future in enumerate(sent)]
+        waiting = [translated(future, rank, method) for rank, future in enumerate(sent)]
         watch = StallWatch(method, num_ranks=self.size, ask=self._status, limit_s=patience.stall_s)
         answers = Answers(method, patience, abort=self._abort, stalled=watch.stalled)
         try:
@@ -125,82 +122,14 @@ class MeshRanks:
         await ask_all(self, "open_store", address)
 
     async def ask(self, rank: int, method: str, *args: Any) -> Any:
-        return await _translated(getattr(self._ranks[rank], method).call_one(*args), rank, method)
+        return await translated(getattr(self._ranks[rank], method).call_one(*args), rank, method)
 
     async def close(self) -> None:
         if self._lost is None:
             await asyncio.wait_for(self.call("close", [()] * self.size), CLOSE_TIMEOUT_S)
 
 
-class GeneratorHandle:
-    """Keeps the `Generator` protocol over one generator actor."""
-
-    def __init__(self, actor: GeneratorActor, *, host: str | None = None) -> None:
-        """`host` is its name in messages, None where there is one."""
-        self._actor: Any = actor
-        self._host = host
-
-    async def can_reach(self, token: str) -> bool:
-        """True if its process sees that file."""
-        return bool(await self._call(lambda: self._actor.can_reach.call_one(token), "can_reach"))
-
-    async def open_store(self, address: StoreAddress) -> None:
-        """Pull from this store from now on."""
-        await self._call(lambda: self._actor.open_store.call_one(address), "open_store")
-
-    async def setup(self) -> None:
-        """Load the model."""
-        await self._call(lambda: self._actor.setup.call_one(), "setup")
-
-    async def generate(
-        self, prompts: Sequence[str], sampling: SamplingParams
-    ) -> list[list[Completion]]:
-        completions: list[list[Completion]] = pickle.loads(
-            await self._call(lambda: self._actor.generate.call_one(prompts, sampling), "generate")
-        )
-        return completions
-
-    async def pull_weights(self, ref: WeightsRef | WeightsVersion | None = None) -> WeightsVersion:
-        """Load a version in place, the newest by default; see `ModelGenerator`."""
-        version: WeightsVersion = await self._call(
-            lambda: self._actor.pull_weights.call_one(ref), "pull_weights"
-        )
-        return version
-
-    async def weight_checksums(self) -> WeightChecksums:
-        """The version in use, and a checksum of every tensor."""
-        checksums: WeightChecksums = await self._call(
-            lambda: self._actor.weight_checksums.call_one(), "weight_checksums"
-        )
-        return checksums
-
-    async def read_weight(self, name: str) -> Tensor:
-        """A copy on the CPU of a tensor in use; WeightsError if there is no such name."""
-        tensor: Tensor = await self._call(
-            lambda: self._actor.read_weight.call_one(name), "read_weight"
-        )
-        return tensor
-
-    async def get_status(self) -> GeneratorStatus:
-        status: GeneratorStatus = await self._call(
-            lambda: self._actor.status.call_one(), "get_status"
-        )
-        return status
-
-    async def close(self) -> None:
-        await asyncio.wait_for(
-            self._call(lambda: self._actor.close.call_one(), "close"), CLOSE_TIMEOUT_S
-        )
-
-    async def _call(self, send: Callable[[], Awaitable[Any]], phase: str) -> Any:
-        try:
-            return await _translated(send(), 0, phase, mesh="generator")
-        except WorkerLostError as error:
-            error.host = self._host
-            raise
-
-
-async def _translated(
+async def translated(
     future: Awaitable[Any],
     rank: int,
     phase: str,

@@ -33,7 +33,8 @@ from forge_trainer.tasks import first_error
 from forge_trainer.types import HostInventory
 from forge_trainer.weights.stores import open_store
 
-from .handles import GeneratorHandle, MeshRanks
+from .generator_handle import GeneratorHandle
+from .handles import MeshRanks
 from .hosts.inventory import find_inventory
 from .hosts.launch import Hosts, running_hosts
 from .hosts.needs import with_room

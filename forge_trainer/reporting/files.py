@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from forge_trainer.status import TrainerFacts
-from forge_trainer.types import Episode
+from forge_trainer.types import Episode, Message
 
 
 def write_facts(facts: TrainerFacts, path: Path) -> None:
@@ -57,11 +57,11 @@ class RolloutsFile:
                     "prompt": episode.prompt.text,
                     "completion": episode.text,
                     "answer": episode.prompt.answer,
-                    "reward": episode.reward,
+                    "reward": episode.reward if math.isfinite(episode.reward) else None,
                     "rewards": dict(episode.rewards),
                     "status": episode.status,
                     "turns": episode.num_turns,
-                    "messages": [dataclasses.asdict(message) for message in episode.messages],
+                    "messages": [_message(message) for message in episode.messages],
                     "policy_version": episode.policy_version if episode.transcripts else None,
                 },
             )
@@ -90,6 +90,12 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _message(message: Message) -> dict[str, object]:
+    """What there is of it."""
+    values = dataclasses.asdict(message)
+    return {key: value for key, value in values.items() if value or key == "content"}
 
 
 def _write_line(file: IO[str], values: Mapping[str, object]) -> None:

@@ -11,6 +11,7 @@ from forge_trainer.replay import Group, Replay
 from forge_trainer.types import TrainSequence, TrainStepResult
 from forge_trainer.types.arrays import as_array
 
+from .mismatch import count_unscored
 from .rollout import episodes_of, has_signal
 from .weight_sync import SyncReport
 
@@ -67,6 +68,7 @@ def batch_metrics(
         "rollout/turns": _mean([float(e.num_turns) for e in episodes]),
         **_means("reward", [e.rewards for e in episodes]),
         **_means("environment", [e.metrics for e in episodes]),
+        "rollout/unscored_tokens": count_unscored(episodes),
         "trainer/loss": values.pop("loss/mean"),
         "trainer/grad_norm": _mean([one.grad_norm for one in optim]),
         "trainer/learning_rate": optim[-1].learning_rate,

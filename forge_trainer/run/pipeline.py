@@ -17,12 +17,12 @@ class Pipeline:
         self._ended = False
         self._sampling: dict[int, asyncio.Task[None]] = {}
 
-    async def admit(self) -> int:
-        """Wait for a free slot; the number of the group that it is for."""
+    async def admit(self) -> list[int]:
+        """Wait for free slots; the numbers of the groups that they are for, all that there are."""
         async with self._changed:
-            while (index := self.replay.admit()) is None:
+            while not (indices := list(iter(self.replay.admit, None))):
                 await self._changed.wait()
-            return index
+            return indices
 
     def watch(self, index: int, task: asyncio.Task[None]) -> None:
         """Cancel `task` if its group is given up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -24,15 +25,22 @@ async def run_rollout(
     an error of any group.
     """
     async with first_error() as sampling:
-        while True:
-            index = await pipeline.admit()
-            prompt = next(prompts, None)
-            if prompt is None:
+        ended = False
+        while not ended:
+            indices = await pipeline.admit()
+            # On a thread: a prompt may have to be read from a file, or made.
+            taken = await asyncio.to_thread(_take, prompts, len(indices))
+            ended = len(taken) < len(indices)
+            for index, prompt in zip(indices, taken, strict=False):
+                one = _sample(prompt, index, sample_group, pipeline)
+                pipeline.watch(index, sampling.create_task(one, name=f"group {index}"))
+            for index in indices[len(taken) :]:
                 await pipeline.discard(index)
-                break
-            one = _sample(prompt, index, sample_group, pipeline)
-            pipeline.watch(index, sampling.create_task(one, name=f"group {index}"))
     await pipeline.end()
+
+
+def _take(prompts: Iterator[Prompt], number: int) -> list[Prompt]:
+    return list(itertools.islice(prompts, number))
 
 
 async def _sample(

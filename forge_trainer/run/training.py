@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from forge_trainer.config import AlgorithmConfig, GrpoConfig
 from forge_trainer.functional.sequences import deal_minibatches, group_sequences
@@ -19,6 +20,7 @@ from forge_trainer.types import TrainSequence, TrainStepResult
 
 from .batch_metrics import advantage_metrics, batch_metrics, staleness_metrics
 from .evaluation import Evaluation
+from .mismatch import judge_mismatch
 from .pipeline import Pipeline
 from .rollout import episodes_of
 from .weight_sync import Staged, SyncReport, begin_sync, finish_sync
@@ -31,7 +33,7 @@ class TrainPlan:
     """How long and how."""
 
     steps: int
-    """Updates to make."""
+    """Updates that the trainer has made at the end."""
     algorithm: AlgorithmConfig
     checkpoint_interval: int
     """Save every so many steps; the last one always."""
@@ -98,12 +100,14 @@ async def run_training(
     trainer = models.trainer
     if watchers.evaluation is not None:
         await watchers.evaluation.run_at_start(watchers.reporter)
-    step = 0
+    step = (await trainer.get_status()).step
+    pipeline.finish_batch(step=step)
     saved: int | None = None
+    first = step // plan.algorithm.updates_per_batch
     last_index = plan.steps // plan.algorithm.updates_per_batch - 1
     async with first_error() as group:
         last: asyncio.Task[SyncReport | None] | None = None
-        for index in range(last_index + 1):
+        for index in range(first, last_index + 1):
             start = time.perf_counter()
             batch = await pipeline.take()
             if batch is None:
@@ -127,6 +131,8 @@ async def run_training(
                 row["time/save_s"] = time.perf_counter() - saving
                 saved = step
             row["time/step_s"] = time.perf_counter() - start
+            num_tokens = sum(episode.num_tokens for episode in episodes_of(groups))
+            row["trainer/tokens_per_s"] = num_tokens / row["time/step_s"]
             done = BatchDone(groups, results, row, before=before, last=index == last_index)
             group.create_task(_report(last, done, watchers), name=f"report {step}")
     await trainer.wait_for_save()
@@ -155,11 +161,16 @@ async def _train_on(
     sequences = sequences_of(groups, plan.algorithm)
     row |= advantage_metrics(sequences)
     if models.reference is not None:
-        sequences = await with_ref_logprobs(sequences, models.reference)
+        sequences = await with_logprobs("ref_logprobs", sequences, models.reference)
         row["time/reference_s"] = time.perf_counter() - start
     referred = time.perf_counter()
+    if plan.algorithm.recompute_logprobs:
+        sequences = await with_logprobs("old_logprobs", sequences, models.trainer)
+        row["time/recompute_s"] = time.perf_counter() - referred
+    recomputed = time.perf_counter()
     results = await train_batch(models.trainer, sequences, plan, batch_index=batch_index)
-    row["time/train_s"] = time.perf_counter() - referred
+    row["time/train_s"] = time.perf_counter() - recomputed
+    judge_mismatch(results, plan.algorithm)
     return results
 
 
@@ -206,14 +217,16 @@ async def train_batch(
     ]
 
 
-async def with_ref_logprobs(
-    sequences: Sequence[TrainSequence], reference: Trainer
+async def with_logprobs(
+    field: Literal["ref_logprobs", "old_logprobs"],
+    sequences: Sequence[TrainSequence],
+    model: Trainer,
 ) -> list[TrainSequence]:
-    """The sequences with the log-probs of the frozen model, at their own temperatures."""
-    logprobs = (await reference.forward(sequences)).logprobs
+    """The sequences with the log-probs of a model as it is now, at their own temperatures."""
+    logprobs = (await model.forward(sequences)).logprobs
+    columns: list[dict[str, Any]] = [{field: values} for values in logprobs]
     return [
-        replace(sequence, ref_logprobs=values)
-        for sequence, values in zip(sequences, logprobs, strict=True)
+        replace(sequence, **column) for sequence, column in zip(sequences, columns, strict=True)
     ]
 
 

@@ -16,7 +16,15 @@ from .results import (
     OptimStepResult,
     TrainStepResult,
 )
-from .rollouts import Episode, EpisodeStatus, GroupRewardFn, Prompt, RewardFn, Transcript
+from .rollouts import (
+    Episode,
+    EpisodeStatus,
+    GroupRewardFn,
+    Prompt,
+    PromptKey,
+    RewardFn,
+    Transcript,
+)
 from .training import (
     PER_TOKEN_FIELDS,
     LossFn,
@@ -52,6 +60,7 @@ __all__ = [
     "OptimStepResult",
     "PER_TOKEN_FIELDS",
     "Prompt",
+    "PromptKey",
     "Reply",
     "RewardFn",
     "SamplingParams",

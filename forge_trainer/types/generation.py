@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from dataclasses import dataclass
+from typing import Any, Self
+
+from forge_trainer.config.rollout.generation import REFUSED_SAMPLING
+from forge_trainer.errors import DataError
 
 from .arrays import EqualByValue, PerToken, as_array
 from .messages import StopReason
@@ -13,7 +17,10 @@ from .numbers import require_number
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are sampled. Top-p and top-k are absent: they make the ratio a lie."""
+    """How completions are sampled.
+
+    Top-p, top-k and min-p are refused, with the reason: they make the ratio a lie.
+    """
 
     max_completion_tokens: int
     temperature: float = 1.0
@@ -23,6 +30,13 @@ class SamplingParams:
     """The likeliest token each time; log-probs are still those at `temperature`."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion. Their tokens belong to it; its text ends before them."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raises DataError for what others take here, with the reason."""
+        for name in REFUSED_SAMPLING.keys() & kwargs.keys():
+            raise DataError(f"SamplingParams: {name} is refused: {REFUSED_SAMPLING[name]}")
+        # Not super(): a dataclass with slots is another class than the one defined here.
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Raises DataError for values that nothing can be sampled with."""

@@ -26,6 +26,21 @@ on the episode's tokens, turns, seconds or tool calls; something raised, hung or
 
 
 @dataclass(frozen=True, slots=True)
+class PromptKey:
+    """Which prompt of its source one is, alike whenever the source is read with the same seed.
+
+    No two prompts of a source have the same epoch and index.
+    """
+
+    epoch: int = 0
+    """Times that all data was read before."""
+    index: int = 0
+    """Its row, counted from 0; its number within the epoch where there are no rows."""
+    id: str = ""
+    """Its name in the data; the index where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A question for the model, as text, with what the reward needs to judge the answer."""
 
@@ -35,6 +50,8 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     """A whole conversation to go on from; empty: one user message, the text."""
+    key: PromptKey = PromptKey()
+    """Given by the source that it comes from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

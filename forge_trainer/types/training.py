@@ -18,7 +18,13 @@ from .numbers import require_number
 Normalize = Literal["tokens", "sequences", "none"]
 
 
-PER_TOKEN_FIELDS = ("advantages", "generator_logprobs", "ref_logprobs", "token_weights")
+PER_TOKEN_FIELDS = (
+    "advantages",
+    "generator_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "token_weights",
+)
 """The optional per-token fields of a TrainSequence; each sits at the token it describes."""
 
 
@@ -34,6 +40,10 @@ class TrainSequence(EqualByValue):
     loss_mask: PerToken
     advantages: PerToken | None = None
     generator_logprobs: PerToken | None = None
+    """Of the policy that the tokens were sampled from, as the generator computed them."""
+    old_logprobs: PerToken | None = None
+    """Of the trainer itself, before it made its first update from these sequences; what a loss
+    with a `correction` measures updates from. None: the loss takes the current ones."""
     ref_logprobs: PerToken | None = None
     token_weights: PerToken | None = None
     """Multiplies a token's loss, e.g. 1/|o_i| for a per-sequence mean. None means 1."""
@@ -61,6 +71,7 @@ class TrainBatch:
     temperatures_BT: Tensor
     advantages_BT: Tensor | None = None
     generator_logprobs_BT: Tensor | None = None
+    old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
     token_weights_BT: Tensor | None = None
     entropies_BT: Tensor | None = None

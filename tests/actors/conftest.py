@@ -19,7 +19,7 @@ from forge_trainer.config import (
     WeightsConfig,
 )
 from forge_trainer.controller.trainer import TrainerHandle
-from forge_trainer.processes.handles import GeneratorHandle
+from forge_trainer.processes.generator_handle import GeneratorHandle
 from forge_trainer.processes.lifecycle import Services, running_services
 from forge_trainer.protocols import WeightStore
 from forge_trainer.weights.stores import open_store

@@ -1,7 +1,8 @@
 """The equivalence matrix: however the work is split, the gradient is that of one float64 process.
 
 Layouts x packing x number of calls x distribution of targets, each with a loss and a way to
-normalise; every loss occurs. Reference: LocalEngine in float64, one document at a time.
+normalise; every loss and every correction of off-policy tokens occurs. Reference: LocalEngine in
+float64, one document at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from forge_trainer.config import (
     TrainerConfig,
 )
 from forge_trainer.engine.local import LocalEngine
+from forge_trainer.functional.losses.correcting import CORRECTIONS
 from forge_trainer.functional.losses.objective import LOSSES, make_loss
 from forge_trainer.functional.packing import PackingPlan, pack_sequences
 from forge_trainer.hf import create_tiny_model, load_causal_lm, load_weights
+from forge_trainer.metrics import merge_metrics, metric_values
 from forge_trainer.types import EngineForwardBackward, Normalize, SaveRequest, TrainSequence, World
 from tests.data import random_sequences
 from tests.ranks import RankPool
@@ -61,18 +64,44 @@ class Case:
     @property
     def name(self) -> str:
         packed = "packed" if self.pack else "unpacked"
-        return f"{packed}-{self.calls}calls-{self.targets}-{self.loss}"
+        correction = self.options.get("correction", "plain")
+        return f"{packed}-{self.calls}calls-{self.targets}-{self.loss}-{correction}"
+
+
+CORRECTED: dict[str, dict[str, Any]] = {
+    "tis": {"weight_cap": 1.05},
+    "mis": {"weight_low": 0.8, "weight_high": 1.2},
+    "icepop": {"weight_low": 0.93, "weight_high": 1.08},
+    "kpop": {"max_kl": 1e-5},
+    "decoupled": {"weight_high": 1.05},
+    "geo_mask": {"geo_low": 0.98, "geo_high": 1.02},
+    "dppo": {"max_rise": 1e-4, "max_fall": 2e-4},
+}
+"""Options with which each acts on some of the tokens below, and not on others."""
 
 
 def _cases() -> list[Case]:
-    """Every loss in turn; some with a KL or an entropy term."""
+    """Every loss in turn; some with a KL or an entropy term. Then every correction."""
     losses = itertools.cycle(LOSSES)
     cells = itertools.product([True, False], [1, 3], ["equal", "unequal", "one rank without"])
     terms: list[dict[str, Any]] = [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.05}]
     normalizers: list[Normalize] = ["tokens", "sequences", "none"]
-    return [
+    plain = [
         Case(pack, calls, targets, next(losses), terms[i % 3], normalizers[i % 3], seed=i)
         for i, (pack, calls, targets) in enumerate(cells)
+    ]
+    losses = itertools.cycle(["grpo", "gspo", "reinforce"])
+    return plain + [
+        Case(
+            pack=i % 2 == 0,
+            calls=1,
+            targets="equal",
+            loss=next(losses),
+            options={"correction": name, **options},
+            normalize=normalizers[i % 3],
+            seed=len(plain) + i,
+        )
+        for i, (name, options) in enumerate(CORRECTED.items())
     ]
 
 
@@ -105,6 +134,7 @@ def _sequences(case: Case, step: int, call: int) -> list[TrainSequence]:
         replace(
             s,
             ref_logprobs=[-5.5 + rng.gauss(0, 0.3) for _ in s.token_ids],
+            old_logprobs=[-5.5 + rng.gauss(0, 0.1) for _ in s.token_ids],
             token_weights=[rng.uniform(0.5, 1.5) for _ in s.token_ids],
         )
         for s in sequences
@@ -133,6 +163,8 @@ class Outcome:
     gradients: dict[str, Tensor]
     """Of the first step."""
     parameters: dict[str, Tensor]
+    metrics: dict[str, float]
+    """Of all calls."""
 
 
 def _run_case(
@@ -215,7 +247,14 @@ def _merged(answers: list[Any], index: int) -> Outcome:
         norms=results[0][1],
         gradients=gradients,
         parameters=parameters,
+        metrics=_metrics(shares),
     )
+
+
+def _metrics(shares: list[list[list[EngineForwardBackward]]]) -> dict[str, float]:
+    """By rank, step and call, as one."""
+    calls = itertools.chain.from_iterable(itertools.chain.from_iterable(shares))
+    return metric_values(merge_metrics(one.metrics for one in calls))
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +272,7 @@ def _reference(model_dir: Path, cases: list[Case]) -> tuple[list[Outcome], dict[
         plan = PackingPlan(48, 4, pack=False)
         shares, norms, gradients, parameters = _run_case(engine, case, plan, _read_local)
         loss_sums = [sum(fb.loss_sum for fb in own) for own in shares]
-        outcomes.append(Outcome(loss_sums, norms, gradients, parameters))
+        outcomes.append(Outcome(loss_sums, norms, gradients, parameters, _metrics([shares])))
     return outcomes, start
 
 
@@ -249,6 +288,11 @@ def _norm(tensors: dict[str, Tensor]) -> float:
 def _assert_equal(case: Case, found: Outcome, wanted: Outcome, start: dict[str, Tensor]) -> None:
     assert found.loss_sums == pytest.approx(wanted.loss_sums, rel=1e-5, abs=1e-4), case.name
     assert found.norms == pytest.approx(wanted.norms, rel=1e-5), case.name
+    # The quantile is in the same bin or, where that ends, in the next one.
+    p99 = "rollout/logprob_gap_p99"
+    assert found.metrics.pop(p99) == pytest.approx(wanted.metrics[p99], rel=0.13), case.name
+    others = {key: value for key, value in wanted.metrics.items() if key != p99}
+    assert found.metrics == pytest.approx(others, rel=1e-4, abs=1e-4), case.name
     assert found.gradients.keys() == wanted.gradients.keys()
     whole = _norm(wanted.gradients)
     for name, gradient in wanted.gradients.items():
@@ -297,6 +341,19 @@ def test_bfloat16_is_near_float32_in_sharded_layouts(
 
 def test_every_loss_is_in_the_matrix() -> None:
     assert {case.loss for case in CASES} == set(LOSSES)
+
+
+def test_every_correction_is_in_the_matrix_and_acts(
+    reference: tuple[list[Outcome], dict[str, Tensor]],
+) -> None:
+    pairs = list(zip(CASES, reference[0], strict=True))
+    shares = {
+        case.options["correction"]: outcome.metrics["loss/corrected"]
+        for case, outcome in pairs
+        if "correction" in case.options
+    }
+    assert shares.keys() == CORRECTIONS.keys()
+    assert all(0.02 < share < 0.98 for share in shares.values()), shares
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "tp2", "fsdp2_tp2"])

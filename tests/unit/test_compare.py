@@ -199,7 +199,7 @@ def test_a_generator_tells_what_it_runs_on(bench: Bench) -> None:
     bench.run(bench.generator.pull_weights(ref))
     found = bench.run(bench.generator.weight_checksums())
     assert found.version == ref.version
-    live = bench.generator._model.tensors
+    live = bench.generator._backend.tensors
     assert found.tensors.keys() == live.keys()
     embedding = found.tensors["model.embed_tokens.weight"]
     assert embedding.tied == ("lm_head.weight",)

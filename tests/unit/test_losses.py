@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from forge_trainer.errors import ConfigError
+from forge_trainer.functional.losses.fields import required_fields
 from forge_trainer.functional.losses.kl import KL_ESTIMATORS
+from forge_trainer.functional.losses.mismatch import mismatch
 from forge_trainer.functional.losses.objective import (
     LOSSES,
     make_loss,
     needs_entropy,
-    required_fields,
 )
-from forge_trainer.functional.losses.tokens import logprob_gap
 from forge_trainer.types import LossOutput, TrainBatch
 
 
@@ -82,7 +82,7 @@ def test_grpo_clips_the_ratio_from_the_side_that_would_gain() -> None:
     assert output.metrics["loss/clip_fraction"].value == pytest.approx(2 / 3)
     assert output.metrics["loss/ratio"].value == pytest.approx((1.5 + 1.5 + 0.5) / 3)
     gap = (2 * math.log(1.5) + math.log(2)) / 3
-    assert logprob_gap(logprobs, batch)["rollout/logprob_gap"].value == pytest.approx(gap)
+    assert mismatch(logprobs, batch)["rollout/logprob_gap"].value == pytest.approx(gap)
 
 
 def test_grpo_adds_k3_to_a_reference() -> None:

@@ -11,7 +11,7 @@ from forge_trainer.config import GeneratorConfig, GrpoConfig, ParallelConfig, Tr
 from forge_trainer.config import WeightsConfig as Weights
 from forge_trainer.config.load import load_config
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.memory import ModelSize, generator_memory, trainer_memory
+from forge_trainer.functional.estimates.memory import ModelSize, generator_memory, trainer_memory
 from forge_trainer.hf import count_parameters, load_weights
 from forge_trainer.processes.hosts import needs
 from forge_trainer.types import Gpu, HostInventory
@@ -81,6 +81,16 @@ def test_a_dry_run_says_what_fits_and_starts_nothing(
     assert dry_run(_config(tmp_path), large) == FITS
     assert "0, 1" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_looks_at_the_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "3,7:"}\n')
+    task = ["--task.name", "jsonl", "--task.path", str(file), "--task.reward", "exact_match"]
+    overrides = ["--run.folder", str(tmp_path / "run"), *task]
+    config = load_config(GrpoConfig, "configs/grpo_tiny.yaml", overrides)
+    with pytest.raises(ConfigError, match="train.jsonl, line 1: .*there is no column 'answer'"):
+        dry_run(config, HostInventory((), 4, 10**12))
 
 
 def test_too_little_shared_memory_is_known_before_the_first_push(

@@ -41,6 +41,7 @@ def test_the_first_failure_of_either_loop_ends_both() -> None:
 
 def test_larger_digit_needs_its_prompt() -> None:
     task = make_task(TaskConfig(), seed=0)
+    assert task.reward is not None
     prompts = [next(task.prompts) for _ in range(2000)]
     best_constant = max(
         sum(task.reward(str(digit), prompt) for prompt in prompts) / len(prompts)
@@ -56,6 +57,7 @@ def test_larger_digit_needs_its_prompt() -> None:
 def test_reasoning_gym_tasks_judge_with_their_own_scorer() -> None:
     config = TaskConfig(name="reasoning_gym/chain_sum", options={"min_terms": 2, "max_terms": 2})
     task = make_task(config, seed=0)
+    assert task.reward is not None
     prompt = next(task.prompts)
     assert task.reward(f" {prompt.answer}\n", prompt) == 1.0
     assert task.reward("no idea", prompt) < 1.0
@@ -91,6 +93,7 @@ def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> N
     ]
     for row in rows:
         reporter.report_step(row, episodes)
+    reporter.report_evaluation({"step": 2, "eval/reward": 0.5, "eval/reward_high": math.inf})
     reporter.close()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics == [
@@ -105,8 +108,17 @@ def test_files_hold_one_object_per_step_and_chosen_episodes(tmp_path: Path) -> N
         "completion": "x",
         "answer": "7",
         "reward": 1.0,
+        "rewards": {},
+        "status": "completed",
+        "turns": 1,
+        "messages": [
+            {"role": "user", "content": "3,7:"},
+            {"role": "assistant", "content": "x"},
+        ],
         "policy_version": 0,
     }
+    evaluation = {"step": 2, "eval/reward": 0.5, "eval/reward_high": None}
+    assert json.loads((tmp_path / "evaluations.jsonl").read_text()) == evaluation
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.advantages import group_advantages
-from forge_trainer.functional.flops import device_peak_flops, training_flops
+from forge_trainer.functional.estimates.flops import device_peak_flops, training_flops
 from forge_trainer.functional.rewards import exact_match, resolve_reward, starts_with_answer
 from forge_trainer.functional.schedules import warmup_stable_decay
 from forge_trainer.functional.sequences import group_sequences
@@ -101,3 +102,23 @@ def test_sequences_mark_completion_tokens_as_targets() -> None:
         temperature=0.7,
     )
     assert same_numbers([second.advantages], [[0.0, 0.0, -0.5, -0.5, -0.5]])
+
+
+def test_a_token_without_a_logprob_is_no_target() -> None:
+    """Nor does it count in the mean over a sequence; the packing border would refuse its value."""
+    plain = episode(1.0)
+    logprobs = (0.0, 0.0, -1.0, -math.inf, math.nan)
+    unscored = dataclasses.replace(plain.transcripts[0], logprobs=logprobs)
+    sequence, _ = group_sequences(
+        [dataclasses.replace(plain, transcripts=(unscored,)), episode(0.0)],
+        divide_by_std=False,
+        per_sequence_mean=True,
+    )
+    assert sequence == TrainSequence(
+        token_ids=[1, 2, 3, 4, 5],
+        loss_mask=[0, 0, 1, 0, 0],
+        advantages=[0.0, 0.0, 0.5, 0.0, 0.0],
+        generator_logprobs=[0.0, 0.0, -1.0, 0.0, 0.0],
+        token_weights=[0.0, 0.0, 1.0, 0.0, 0.0],
+        temperature=0.7,
+    )

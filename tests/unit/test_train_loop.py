@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from forge_trainer.config import AlgorithmConfig, EvalConfig
-from forge_trainer.errors import WeightsError
+from forge_trainer.errors import MismatchError, WeightsError
 from forge_trainer.functional.sequences import deal_minibatches
-from forge_trainer.metrics import Last, Mean, Metric
+from forge_trainer.metrics import Last, Max, Mean, Metric, Quantile, SampleSize
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.replay import Replay
 from forge_trainer.reporting import Reporter
@@ -71,7 +71,8 @@ class FakeTrainer:
 
     async def get_status(self) -> TrainerStatus:
         held = [WeightsVersion(0, step) for step in self.pushed]
-        return TrainerStatus(0, "idle", 0.0, 0, 0, held[-1], held, None, False, 0, None, None)
+        newest = held[-1] if held else None
+        return TrainerStatus(self.step, "idle", 0.0, 0, 0, newest, held, None, False, 0, None, None)
 
     async def wait_for_push(self) -> None:
         if self.push_error is not None:
@@ -208,6 +209,49 @@ def test_a_reference_gives_its_logprobs() -> None:
     (row,) = _run(TrainPlan(1, algorithm, checkpoint_interval=0), trainer, FakeTrainer()).rows
     assert same_numbers([s.ref_logprobs for s in trainer.trained[0]], [[-0.5] * 5] * 2)
     assert row["time/reference_s"] >= 0
+
+
+def test_a_batch_is_recomputed_once_before_its_first_update() -> None:
+    """All epochs and minibatches see the log-probs of the weights that the batch began with."""
+
+    class Drifting(FakeTrainer):
+        async def forward(self, sequences: Sequence[TrainSequence]) -> ForwardResult:
+            return ForwardResult([np.full(len(s), -self.step, np.float32) for s in sequences])
+
+    algorithm = AlgorithmConfig(
+        group_size=2, groups_per_step=2, epochs=2, minibatches=2, recompute_logprobs=True
+    )
+    trainer = Drifting()
+    rows = _run(TrainPlan(8, algorithm, checkpoint_interval=0), trainer).rows
+    seen = [
+        {float(x) for s in part for x in np.asarray(s.old_logprobs)} for part in trainer.trained
+    ]
+    assert seen == [{0.0}] * 4 + [{-4.0}] * 4
+    assert all(row["time/recompute_s"] >= 0 for row in rows)
+
+
+def test_a_gap_above_the_bound_stops_before_the_weights_are_pushed() -> None:
+    class Apart(FakeTrainer):
+        async def train_step(self, *args: Any, **kwargs: Any) -> TrainStepResult:
+            result = await super().train_step(*args, **kwargs)
+            gap = 0.5 if self.step == 2 else 0.01
+            result.forward_backward.metrics.update(
+                {
+                    "rollout/logprob_gap": Mean(gap, 1.0),
+                    "rollout/logprob_gap_max": Max(gap),
+                    "rollout/logprob_gap_p99": Quantile((1.0,)),
+                    "rollout/effective_sample_size": SampleSize(1.0, 1.0, 1.0),
+                }
+            )
+            return result
+
+    algorithm = AlgorithmConfig(
+        group_size=2, groups_per_step=1, max_logprob_gap=0.1, on_logprob_gap="stop"
+    )
+    trainer = Apart()
+    with pytest.raises(MismatchError, match="0.5 nats apart .*step 2"):
+        _run(TrainPlan(4, algorithm, checkpoint_interval=0), trainer)
+    assert trainer.pushed == [1]
 
 
 def test_a_push_that_fails_ends_training_with_its_cause() -> None:

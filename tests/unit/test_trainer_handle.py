@@ -28,7 +28,7 @@ from forge_trainer.errors import (
 from forge_trainer.functional.losses.tokens import document_means
 from forge_trainer.functional.pieces import manifests
 from forge_trainer.generation import make_generator
-from forge_trainer.generation.transformers import TransformersModel
+from forge_trainer.generation.transformers.model import DecodingModel
 from forge_trainer.metrics import Mean, Sum
 from forge_trainer.pieces import WeightsRef, WeightsVersion
 from forge_trainer.types import LossOutput, OptimParams, SamplingParams, TrainBatch, TrainSequence
@@ -367,18 +367,16 @@ def test_equal_prompts_are_prefilled_once_and_keep_their_distribution(
     for c, logprobs in zip(completions, found, strict=True):
         np.testing.assert_allclose(logprobs[len(c.prompt_token_ids) :], c.logprobs, atol=1e-5)
     assert len({tuple(c.token_ids) for c in completions}) > 3
-    caches: list[Any] = []
-    prefill = TransformersModel._shared_prefill
+    prefill, computed = DecodingModel.prefill, []
 
-    def watched(*args: Any) -> Any:
-        caches.append(prefill(*args))
-        return caches[-1]
+    def watched(model: Any, rows: Any) -> Any:
+        computed.append([len(row) for row in rows])
+        return prefill(model, rows)
 
-    monkeypatch.setattr(TransformersModel, "_shared_prefill", watched)
-    for num_completions in (3, 1):
-        few = SamplingParams(max_completion_tokens=2, num_completions=num_completions)
-        bench.run(bench.generator.generate(["7", "3,7:"], few))
-    assert [cache is None for cache in caches] == [False, True]
+    monkeypatch.setattr(DecodingModel, "prefill", watched)
+    few = SamplingParams(max_completion_tokens=2, num_completions=3)
+    bench.run(bench.generator.generate(["3,7:", "7", "3,7:"], few))
+    assert computed == [[1, 4]]
 
 
 def test_prompts_that_do_not_fit_are_data_errors(bench: Bench) -> None:
@@ -421,10 +419,10 @@ def test_a_failed_pull_leaves_the_old_weights(bench: Bench) -> None:
     torn: WeightsRef = bench.run(bench.trainer.push_weights())
     location = bench.store._manifests[torn.version].parts[0].location
     bench.store._pieces[location][0].view(torch.uint8)[0] ^= 1
-    before = [p.clone() for p in bench.generator._model.tensors.values()]
+    before = [p.clone() for p in bench.generator._backend.tensors.values()]
     with pytest.raises(WeightsError, match="checksum"):
         bench.run(bench.generator.pull_weights(torn))
-    after = list(bench.generator._model.tensors.values())
+    after = list(bench.generator._backend.tensors.values())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert bench.run(bench.generator.get_status()).version == ref.version
 
@@ -470,7 +468,7 @@ def test_a_cancelled_pull_ends_before_its_caller_goes_on(
     bench.run(bench.trainer.train_step(GOOD, loss="grpo"))
     ref = bench.run(bench.trainer.push_weights())
     generator = bench.generator
-    old = [p.clone() for p in generator._model.tensors.values()]
+    old = [p.clone() for p in generator._backend.tensors.values()]
     gate = Gate()
     if moment == "reading":
         read = bench.store.reading
@@ -504,7 +502,7 @@ def test_a_cancelled_pull_ends_before_its_caller_goes_on(
     bench.run(cancel())
     assert bench.run(generator.get_status()).version == ref.version
     changed = [
-        not torch.equal(p, q) for p, q in zip(generator._model.tensors.values(), old, strict=True)
+        not torch.equal(p, q) for p, q in zip(generator._backend.tensors.values(), old, strict=True)
     ]
     assert any(changed)
 

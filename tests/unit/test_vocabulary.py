@@ -13,7 +13,7 @@ from forge_trainer import errors
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import ForgeTrainerError, WorkerLostError
 from forge_trainer.metrics import Last, Max, Mean, Sum, as_floats, merge_metrics, metric_values
-from forge_trainer.processes.handles import GeneratorHandle
+from forge_trainer.processes.generator_handle import GeneratorHandle
 from forge_trainer.protocols import Generator, Trainer
 
 

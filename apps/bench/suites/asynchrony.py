@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.bench.measure import Row, Spread
+from apps.bench.measure import Row, Spread, StepRows
 from apps.grpo.parts import sampler
 from forge_trainer.config import AlgorithmConfig, EnvironmentConfig, TinyModelConfig
 from forge_trainer.environments import EpisodeRunner, make_episode_runner
@@ -35,7 +35,6 @@ from forge_trainer.status import TrainerStatus
 from forge_trainer.tasks import run_with_background
 from forge_trainer.types import (
     Completion,
-    Episode,
     ForwardBackwardResult,
     GenerationRequest,
     OptimStepResult,
@@ -100,26 +99,12 @@ class WaitingTrainer:
         await asyncio.sleep(SYNC_S)
 
     async def get_status(self) -> TrainerStatus:
-        held = [WeightsVersion(0, self.step)]
-        return TrainerStatus(0, "idle", 0.0, 0, 0, held[-1], held, None, False, 0, None, None)
+        v = WeightsVersion(0, self.step)
+        return TrainerStatus(self.step, "idle", 0.0, 0, 0, v, [v], None, False, 0, None, None)
 
     async def save(self) -> None: ...
 
     async def wait_for_save(self) -> None: ...
-
-
-class Rows:
-    """A sink that keeps everything."""
-
-    def __init__(self) -> None:
-        self.rows: list[Mapping[str, float]] = []
-
-    def write_step(self, row: Mapping[str, float], episodes: Sequence[Episode]) -> None:
-        self.rows.append(row)
-
-    def write_evaluation(self, row: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 async def run() -> list[Row]:
@@ -175,7 +160,7 @@ async def _steps(
     runner: EpisodeRunner, max_staleness: int, *, train_s: float, generate_s: float = STEP_S
 ) -> list[Mapping[str, float]]:
     """The rows of a run in which all completions of a batch take `generate_s` together."""
-    rows = Rows()
+    rows = StepRows()
     generator: Any = WaitingGenerator(generate_s / (P * G / SLOTS))
     trainer: Any = WaitingTrainer(train_s)
     pipeline = Pipeline(Replay(groups_per_step=P, max_staleness=max_staleness))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from apps.bench.measure import Row, Spread, interleaved, ratios
+from forge_trainer.config import GeneratorConfig
 from forge_trainer.functional.pieces.manifests import build_manifest
 from forge_trainer.generation.generator import ModelGenerator
 from forge_trainer.pieces import TensorFacts, WeightPiece, WeightsVersion
-from forge_trainer.types import Completion, SamplingParams
+from forge_trainer.types import Completion, GenerationRequest, SamplingParams
 from forge_trainer.weights.shared_memory.folder import shared_folder
 from forge_trainer.weights.shared_memory.store import SharedMemoryWeightStore
 
@@ -25,6 +25,7 @@ ROUNDS = 9
 SHAPE, TENSORS = (512, 1024), 128
 """256 MB in float32."""
 SAMPLING = SamplingParams(max_completion_tokens=1)
+COMPLETION = Completion([0], [], [], [], "", temperature=1.0, stop_reason="length")
 
 
 async def run() -> list[Row]:
@@ -32,7 +33,7 @@ async def run() -> list[Row]:
     torch.set_num_threads(1)
     live = _tensors()
     sources, targets = list(_tensors().values()), list(_tensors().values())
-    generator = ModelGenerator(_Instant(live))
+    generator = ModelGenerator(_Instant(live), GeneratorConfig())
     await generator.setup()
     pulls: list[float] = []
     with shared_folder() as folder:
@@ -50,7 +51,7 @@ async def run() -> list[Row]:
             longest = 0.0
             while not pulling.done():
                 asked = time.perf_counter()
-                await generator.generate([], SAMPLING)
+                await generator.generate_one(GenerationRequest([0], SAMPLING))
                 longest = max(longest, time.perf_counter() - asked)
             pulls.append(time.perf_counter() - start)
             if number > 2:
@@ -87,21 +88,43 @@ async def _publish(store: SharedMemoryWeightStore, version: WeightsVersion) -> N
 
 
 class _Instant:
-    """Keeps `CompletingModel`."""
+    """Keeps `Backend`: a request ends at its first step, with nothing sampled."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
+        self._added: list[str] = []
 
     def load(self) -> None:
         """There is nothing to load."""
 
-    def complete(
-        self, prompts: Sequence[str], sampling: SamplingParams, *, policy_version: int
-    ) -> list[list[Completion]]:
-        return []
+    def encode(self, prompt: str) -> list[int]:
+        return [0]
+
+    def check(self, request: GenerationRequest) -> None:
+        """All are good."""
+
+    def add(self, request: GenerationRequest) -> None:
+        self._added.append(request.id)
+
+    def cancel(self, request_id: str) -> None:
+        self._added.remove(request_id)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        added, self._added = self._added, []
+        return [(request_id, COMPLETION) for request_id in added]
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._added)
+
+    def use_weights(self, version: WeightsVersion, *, keep_cache: bool) -> None:
+        """It runs on the tensors themselves."""
 
     def checksums(self) -> dict[str, TensorFacts]:
         return {}
 
     def read_weight(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    def close(self) -> None:
+        """There is nothing to close."""

@@ -4,7 +4,8 @@
 
 The work is that of configs/grpo_tiny.yaml: 32 prompts with 8 completions of one token each,
 reward, advantages, one update. TRL does it in one process with a thread per core; here two trainer
-ranks and a generator take turns in processes of their own, and weights travel between them.
+ranks and a generator work in processes of their own, in turn (S = 0) or with rollout one batch
+ahead (S = 1), and weights travel between them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from typing import Any
 
 import torch
 
-from apps.bench.measure import Row, Spread, ratios
+from apps.bench.measure import Row, Spread, StepRows, ratios
+from apps.grpo.parts import Rollouts, make_replay, make_rollouts, sampler
 from forge_trainer.config import GrpoConfig
 from forge_trainer.config.load import load_config
-from forge_trainer.data.prompts import Task, make_task
+from forge_trainer.data.prompts import make_task
 from forge_trainer.hf import create_tiny_model
 from forge_trainer.processes.lifecycle import Services, running_services
-from forge_trainer.run.rollout import judge_group
-from forge_trainer.run.training import sequences_of
-from forge_trainer.run.weight_sync import sync_weights
-from forge_trainer.types import SamplingParams
+from forge_trainer.reporting import Reporter
+from forge_trainer.run.pipeline import Pipeline
+from forge_trainer.run.rollout import run_rollout
+from forge_trainer.run.training import Models, TrainPlan, Watchers, run_training
+from forge_trainer.tasks import run_with_background
 
 CONFIG = "configs/grpo_tiny.yaml"
 BLOCKS, STEPS, WARMUP = 7, 12, 4
@@ -54,36 +57,43 @@ async def run() -> list[Row]:
             model_dir=model_dir,
             checkpoint_folder=Path(scratch) / "checkpoints",
         ) as services:
-            task = make_task(config.task, seed=0)
-            blocks = [(await _our_block(services, task, config), trl_block())]
-            for _ in range(BLOCKS):
-                blocks.append((await _our_block(services, task, config), trl_block()))
-    pairs = blocks[1:]
+            rollouts = make_rollouts(config, model_dir)
+            blocks = []
+            for _ in range(BLOCKS + 1):
+                in_turn = await _our_block(services, rollouts, config, 0)
+                ahead = await _our_block(services, rollouts, config, 1)
+                blocks.append((ahead, trl_block(), in_turn))
+            await rollouts.close()
+    rounds = blocks[1:]
+    in_turn_rounds = [(in_turn, theirs) for _, theirs, in_turn in rounds]
     return [
-        Row("step_over_trl", "a GRPO step, ours / TRL's", ratios(pairs), bar=1.0),
-        Row("step_s", "seconds of ours", Spread.of([ours for ours, _ in pairs])),
-        Row("trl_step_s", "seconds of TRL's", Spread.of([theirs for _, theirs in pairs])),
+        Row("step_over_trl", "a GRPO step, ours with S = 1 / TRL's", ratios(rounds), bar=1.0),
+        Row("in_turn_over_trl", "the same with S = 0", ratios(in_turn_rounds)),
+        Row("step_s", "seconds of ours, S = 1", Spread.of([ours for ours, *_ in rounds])),
+        Row("in_turn_step_s", "seconds of ours, S = 0", Spread.of([one for *_, one in rounds])),
+        Row("trl_step_s", "seconds of TRL's", Spread.of([theirs for _, theirs, _ in rounds])),
     ]
 
 
-async def _our_block(services: Services, task: Task, config: GrpoConfig) -> float:
-    algorithm, times = config.algorithm, []
-    sampling = SamplingParams(
-        max_completion_tokens=config.generator.max_completion_tokens,
-        num_completions=algorithm.group_size,
+async def _our_block(
+    services: Services, rollouts: Rollouts, config: GrpoConfig, max_staleness: int
+) -> float:
+    """The loops of a run, for a block of steps; the median of their seconds."""
+    trainer, generator = services.trainer, services.generator
+    rows = StepRows()
+    ahead = config.async_.model_copy(update={"max_staleness": max_staleness})
+    replay = make_replay(config.model_copy(update={"async_": ahead}))
+    sample = sampler(rollouts.runner, generator, config.algorithm.group_size)
+    pipeline = Pipeline(replay)
+    steps = (await trainer.get_status()).step + STEPS
+    training = run_training(
+        Models(trainer, generator),
+        pipeline,
+        Watchers(Reporter([rows])),
+        TrainPlan(steps, config.algorithm, checkpoint_interval=0),
     )
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        prompts = list(itertools.islice(task.prompts, algorithm.groups_per_step))
-        completions = await services.generator.generate([p.text for p in prompts], sampling)
-        groups = [
-            judge_group(prompt, group, task.reward, number)
-            for number, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
-        ]
-        await services.trainer.train_step(sequences_of(groups, algorithm), loss=algorithm.loss)
-        await sync_weights(services.trainer, services.generator)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[WARMUP:])
+    await run_with_background(training, run_rollout(rollouts.task.prompts, sample, pipeline))
+    return statistics.median(row["time/step_s"] for row in rows.rows[WARMUP:])
 
 
 def _trl(config: GrpoConfig, model_dir: Path, scratch: Path) -> Callable[[], float]:

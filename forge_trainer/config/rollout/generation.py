@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from ..section import Seconds, Section, Seed
+from .vllm import VllmConfig
+
+CUTS_OFF_TOKENS = (
+    "completions would come from a part of the vocabulary, whose probabilities are scaled up, "
+    "while the trainer's are those of the whole, so every importance ratio would be wrong by the "
+    "part's share; leave it out, and use temperature, which both sides know"
+)
+REFUSED_SAMPLING = dict.fromkeys(("top_p", "top_k", "min_p"), CUTS_OFF_TOKENS)
+"""What others sample with and we do not, and why."""
 
 StopString = Annotated[str, Field(min_length=1)]
 
 
 class GeneratorConfig(Section):
+    refused: ClassVar[dict[str, str]] = REFUSED_SAMPLING
     backend: Literal["transformers", "vllm"] = "transformers"
     """What samples. vllm is an optional extra, see docs/generators.md."""
     replicas: PositiveInt = 1
@@ -37,9 +47,11 @@ class GeneratorConfig(Section):
     """Keys and values of requests that run at an in-flight update: computed again with the new
     weights; or kept, an approximation that no trainer can reproduce."""
     request_timeout_s: Seconds = 600.0
-    """A request that takes longer: its generator counts as hung."""
+    """A generator that has requests and takes no decoding step for so long counts as hung: it is
+    taken out, and others get its requests."""
     cpu_threads: PositiveInt | None = None
     """Threads of its computations on the CPU; None is a fair share of the host's cores."""
+    vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
     def kept_caches_belong_to_updates_in_flight(self) -> Self:
@@ -56,5 +68,13 @@ class GeneratorConfig(Section):
             raise ValueError(
                 f"tensor_parallel: {self.tensor_parallel}, but backend is {self.backend} on device "
                 f"{self.device}; it needs backend: vllm and GPUs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def settings_of_vllm_belong_to_it(self) -> Self:
+        if self.backend != "vllm" and self.vllm != VllmConfig():
+            raise ValueError(
+                f"vllm: is given, but backend is {self.backend}; set backend: vllm or leave it out"
             )
         return self

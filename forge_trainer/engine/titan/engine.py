@@ -20,7 +20,7 @@ from forge_trainer.engine.checkpoint.checkpointer import Checkpointer
 from forge_trainer.engine.checkpoint.export import HfWriter
 from forge_trainer.engine.checkpoint.random_state import seed_everything
 from forge_trainer.engine.checkpoint.together import RankGroup
-from forge_trainer.functional.flops import device_peak_flops
+from forge_trainer.functional.estimates.flops import device_peak_flops
 from forge_trainer.hf import read_hf_config, read_model_facts, resolve_device
 from forge_trainer.pieces import WeightPiece
 from forge_trainer.status import EngineFacts, Progress

@@ -3,6 +3,8 @@
 A registered loss takes its own options and those of the terms that any loss can add:
     kl_coef, kl_estimator   + kl_coef * sum_t w_t k_t, the KL to a reference (needs ref_logprobs)
     entropy_coef            - entropy_coef * sum_t w_t H_t, a bonus on the policy's entropy
+and those of a correction of off-policy tokens, see `corrections`:
+    correction              tis, mis, icepop, kpop, decoupled, geo_mask or dppo
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from forge_trainer.functional.losses import catalogue as losses
 from forge_trainer.functional.named import import_callable
 from forge_trainer.types import LossFn, LossOutput, TrainBatch
 
+from .correcting import Correction, find_correction, options_of, take_correction, takers_of
 from .kl import KL_ESTIMATORS, kl_to_reference
 from .tokens import token_mean, weighted_sum
 
@@ -52,18 +55,22 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss with its options bound and its terms added. Keeps `LossFn`."""
+    """A loss with its options bound, its tokens corrected and its terms added. Keeps `LossFn`."""
 
     loss_fn: LossFn
     terms: Terms = Terms()
+    correction: Correction | None = None
 
     @property
     def needs_entropy(self) -> bool:
         return self.terms.entropy_coef != 0.0
 
     def __call__(self, logprobs_BT: Tensor, batch: TrainBatch) -> LossOutput:
-        output = self.loss_fn(logprobs_BT, batch)
-        total, metrics = output.total, dict(output.metrics)
+        corrected, metrics = (
+            (batch, {}) if self.correction is None else self.correction(logprobs_BT, batch)
+        )
+        output = self.loss_fn(logprobs_BT, corrected)
+        total, metrics = output.total, output.metrics | metrics
         if self.terms.kl_coef:
             kl_BT = kl_to_reference(logprobs_BT, batch, estimator=self.terms.kl_estimator)
             total = total + self.terms.kl_coef * weighted_sum(kl_BT, batch)
@@ -95,12 +102,12 @@ def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> Lo
     if loss not in LOSSES:
         raise ConfigError(f"loss {loss!r} is not registered; use one of {sorted(LOSSES)}")
     function, _ = LOSSES[loss]
+    named = find_correction(options)
     known = list(inspect.signature(function).parameters)[2:]
-    unknown = sorted(set(options) - set(known) - set(Terms.__slots__))
-    if unknown:
-        raise ConfigError(
-            f"loss {loss!r} has no option {unknown}; it takes {[*known, *Terms.__slots__]}"
-        )
+    known += [*Terms.__slots__, "correction", *(options_of(named) if named else ())]
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigError(_unknown(loss, unknown, known))
+    correction = take_correction(loss, options)
     for name, value in options.items():
         _check_option(loss, name, value)
     _check_clip_range(loss, function, options)
@@ -109,7 +116,15 @@ def make_loss(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> Lo
             f"loss {loss!r}: kl_estimator is given, but no kl_coef; give kl_coef, or leave it out"
         )
     terms = Terms(**{name: options.pop(name) for name in Terms.__slots__ if name in options})
-    return Objective(functools.partial(function, **options) if options else function, terms)
+    bound = functools.partial(function, **options) if options else function
+    return Objective(bound, terms, correction)
+
+
+def _unknown(loss: str, unknown: Sequence[str], known: Sequence[str]) -> str:
+    message = f"loss {loss!r} has no option {list(unknown)}; it takes {list(known)}"
+    takers = {name: takers_of(name) for name in unknown if takers_of(name)}
+    hints = [f"{name} belongs to correction: {' or '.join(who)}" for name, who in takers.items()]
+    return "; ".join([message, *hints])
 
 
 def import_loss(where: str, options: Mapping[str, Any]) -> LossFn:
@@ -163,11 +178,3 @@ def needs_entropy(loss_fn: LossFn) -> bool:
     """True if the loss reads `batch.entropies_BT`."""
     inner = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     return bool(getattr(inner, "needs_entropy", False))
-
-
-def required_fields(loss: str | LossFn, config: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """The per-token fields a registered loss cannot do without; nothing is known of a callable."""
-    if not isinstance(loss, str) or loss not in LOSSES:
-        return ()
-    reference = ("ref_logprobs",) if (config or {}).get("kl_coef") else ()
-    return LOSSES[loss][1] + reference

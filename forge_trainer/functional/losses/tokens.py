@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from forge_trainer.metrics import Max, Mean, Metric
+from forge_trainer.metrics import Mean
 from forge_trainer.types import TrainBatch
 
 MAX_LOG_RATIO = 20.0
@@ -44,22 +44,25 @@ def document_means(per_token_BT: Float[Tensor, "B T"], batch: TrainBatch) -> Flo
 
     Example: values [1 3 | 5], all targets, documents [0 0 | 1] -> [2 2 | 5]
     """
-    mask_BT = batch.loss_mask_BT
-    _, index_BT = torch.unique(batch.document_ids_BT, return_inverse=True)
-    masked_BT = torch.where(mask_BT, per_token_BT, torch.zeros_like(per_token_BT))
-    zeros = per_token_BT.new_zeros(int(index_BT.max()) + 1)
-    sums = zeros.index_add(0, index_BT.reshape(-1), masked_BT.reshape(-1))
-    counts = zeros.index_add(0, index_BT.reshape(-1), mask_BT.reshape(-1).to(zeros.dtype))
+    sums, index_BT = _by_document(per_token_BT, batch)
+    counts = torch.zeros_like(sums).index_add(
+        0, index_BT.reshape(-1), batch.loss_mask_BT.reshape(-1).to(sums.dtype)
+    )
     return (sums / counts.clamp(min=1))[index_BT]
 
 
-@torch.no_grad()
-def logprob_gap(logprobs_BT: Float[Tensor, "B T"], batch: TrainBatch) -> dict[str, Metric]:
-    """|log p - log p_generator| over target tokens; nothing where the generator's are not given."""
-    if batch.generator_logprobs_BT is None:
-        return {}
-    gap_BT = log_ratio(logprobs_BT, batch.generator_logprobs_BT, batch).abs()
-    return {
-        "rollout/logprob_gap": token_mean(gap_BT, batch),
-        "rollout/logprob_gap_max": Max(gap_BT.max()),  # type: ignore[arg-type]
-    }
+def document_sums(per_token_BT: Float[Tensor, "B T"], batch: TrainBatch) -> Float[Tensor, "B T"]:
+    """At every token, the sum over the target tokens of its document; 0 outside of documents.
+
+    Example: values [1 3 | 5], all targets, documents [0 0 | 1] -> [4 4 | 5]
+    """
+    sums, index_BT = _by_document(per_token_BT, batch)
+    return sums[index_BT]
+
+
+def _by_document(per_token_BT: Tensor, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Sums over target tokens, one per document, and at every token the index of its own."""
+    _, index_BT = torch.unique(batch.document_ids_BT, return_inverse=True)
+    masked_BT = torch.where(batch.loss_mask_BT, per_token_BT, torch.zeros_like(per_token_BT))
+    zeros = per_token_BT.new_zeros(int(index_BT.max()) + 1)
+    return zeros.index_add(0, index_BT.reshape(-1), masked_BT.reshape(-1)), index_BT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge_trainer.config import GeneratorConfig, Role, TrainerConfig, WeightsConfig
 from forge_trainer.errors import ConfigError
-from forge_trainer.functional.memory import (
+from forge_trainer.functional.estimates.memory import (
     ModelSize,
     generator_memory,
     published_memory,

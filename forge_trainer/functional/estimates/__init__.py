@@ -1,0 +1,1 @@
+"""What a model costs by its numbers: floating-point operations, memory."""
