@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ def test_a_greedy_run_may_be_asked_for_what_it_does() -> None:
 
 
 def answered(message: Message, stop_reason: StopReason = "stop") -> Answered:
-    completion = Completion([1, 2, 3], [7, 8], [-0.5, -1.5], [0, 0], "", 0.7, stop_reason)
+    completion = Completion([1, 2, 3], [7, 8], [-0.5, -math.inf], [0, 0], "", 0.7, stop_reason)
     return Answered("1", message, completion)
 
 
@@ -145,7 +146,7 @@ def test_an_answer_has_the_log_probs_that_it_was_sampled_with() -> None:
     assert choice["message"]["content"] == "yes"
     assert choice["finish_reason"] == "stop"
     tokens = [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]]
-    assert tokens == [("token_id:7", -0.5), ("token_id:8", -1.5)]
+    assert tokens == [("token_id:7", -0.5), ("token_id:8", -9999.0)]
     assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     without = whole_answer(answered(Message("assistant", "yes")), Asked(()))
     assert without["choices"][0]["logprobs"] is None

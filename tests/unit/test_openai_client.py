@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from forge_trainer.config import EnvironmentConfig
+from forge_trainer.config import EnvironmentConfig, GrpoConfig
+from forge_trainer.config.load import load_config
 from forge_trainer.environments import EpisodeRunner, make_episode_runner
 from forge_trainer.environments.acting import Generate
 from forge_trainer.functional.seeds import asked_seed
@@ -245,3 +247,28 @@ def test_a_blocking_client_works_on_its_thread(tmp_path: Path) -> None:
     model = ScriptedModel(folder, ["5" + END], stop=END)
     episode = run(make_runner(folder, "blocking"), model.generate_one)
     assert episode.rewards == {"agent": 1.0}
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+
+
+def test_the_agent_of_the_document_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its config, under the name that it has there."""
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    (config,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "my_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text("run: {folder: out, steps: 3}\nmodel: {tiny: {}}\n" + config)
+    made = make_episode_runner(
+        load_config(GrpoConfig, file).environment,
+        None,
+        model_dir=chat_directory(tmp_path, CHATML),
+        sampling=SamplingParams(max_completion_tokens=100),
+        max_prompt_tokens=1000,
+        seed=3,
+    )
+    model = ScriptedModel(tmp_path, [CALL + END, "5" + END], stop=END)
+    episode = run(made, model.generate_one)
+    assert (episode.rewards, episode.num_turns) == ({"agent": 1.0}, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ def _logprobs(answered: Answered) -> Json:
     content = [
         {
             "token": f"token_id:{token}",
-            "logprob": logprob,
+            # No JSON is infinite; OpenAI says it like this.
+            "logprob": logprob if math.isfinite(logprob) else -9999.0,
             "bytes": None,
             "top_logprobs": [],
         }

@@ -18,6 +18,8 @@ from .session import Session, unknown_key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LARGEST_BODY = 64 * 2**20
+BACKLOG = 4096
+"""All episodes of a batch may connect at once."""
 SHUTDOWN_S = 5.0
 
 
@@ -68,7 +70,7 @@ class ChatServer:
                 app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
             )
             await runner.setup()
-            site = web.TCPSite(runner, self._host, 0)
+            site = web.TCPSite(runner, self._host, 0, backlog=BACKLOG)
             try:
                 await site.start()
             except OSError as error:
