@@ -10,10 +10,11 @@ from forge_trainer.config import EnvironmentConfig
 from forge_trainer.types import SamplingParams
 
 from .acting import ActingRules, Generate
-from .episodes import EpisodeRunner
+from .episodes import Driver, EpisodeRunner
 from .failures import Failures
+from .guarded import EnvironmentDriver
 from .renderer import make_renderer
-from .resolve import environment_maker
+from .resolve import AGENT, environment_maker
 from .rubric import make_rubric
 
 __all__ = ["EpisodeRunner", "Generate", "make_episode_runner"]
@@ -42,5 +43,18 @@ def make_episode_runner(
         max_prompt_tokens=max_prompt_tokens,
         seed=seed,
     )
-    rubric = make_rubric(config, task_reward, Failures())
-    return EpisodeRunner(environment_maker(config), rules, rubric)
+    failures = Failures()
+    rubric = make_rubric(config, task_reward, failures)
+    return EpisodeRunner(_make_driver(config, failures), rules, rubric)
+
+
+def _make_driver(config: EnvironmentConfig, failures: Failures) -> Driver:
+    if config.name == AGENT:
+        # An HTTP server is imported only for those who serve.
+        from .serving.driver import AgentDriver
+
+        return AgentDriver(config, failures)
+    # "package.module:Name" is counted as Name.
+    name = config.name.rpartition(":")[2]
+    make = environment_maker(config)
+    return EnvironmentDriver(make, failures, name=name, timeout_s=config.step_timeout_s)

@@ -1,8 +1,8 @@
-"""One episode under way: model and environment in turns, until one of them or a limit ends it."""
+"""One episode under way: what was said in it, and turns of model and environment until an end."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,7 +16,6 @@ from forge_trainer.types import (
     GenerationRequest,
     Message,
     Prompt,
-    Reply,
     SamplingParams,
 )
 
@@ -63,7 +62,7 @@ class Place:
 
 @dataclass
 class Acting:
-    """An episode so far. Takes turns in `act`; whatever ends that, `episode` says what came."""
+    """An episode so far. Its driver fills it; whatever ends that, `episode` says what came."""
 
     rules: ActingRules
     place: Place
@@ -87,13 +86,15 @@ class Acting:
         opening = await environment.reset(place.prompt, seed)
         tools = opening.tools
         self._begin(opening.messages, tools)
-        while (room := self._room()) > 0:
+        while (room := self.room(self.conversations[-1].num_tokens)) > 0:
             completion = await self.generate(self._request(room))
-            said = self._hear(completion, tools)
-            if limits.max_tool_calls is not None and self.num_tool_calls > limits.max_tool_calls:
+            self.conversations[-1].add(completion)
+            said = self.hear(completion, tools)
+            self.messages.append(said)
+            if self.has_too_many_tool_calls:
                 return "truncated_tool_calls"
             reply = await environment.step(said, completion.stop_reason)
-            self._take(reply)
+            self.take(reply.rewards, reply.metrics)
             if reply.done:
                 return "completed" if completion.stopped else "truncated_completion"
             if self.num_turns >= limits.max_turns:
@@ -119,18 +120,47 @@ class Acting:
             metrics=self.metrics | {name: n for name, n in tool_calls.items() if n},
         )
 
+    def room(self, num_shown: int) -> int:
+        """Tokens that an answer may have after so many that the model is shown; 0 or less: none."""
+        if num_shown > self.rules.max_prompt_tokens:
+            return 0
+        return min(self.rules.max_tokens - num_shown, self.rules.sampling.max_completion_tokens)
+
+    def hear(self, completion: Completion, tools: Tools) -> Message:
+        """What the model said in one more turn."""
+        self.num_turns += 1
+        parsed = self.rules.renderer.parse(completion, tools)
+        self.num_tool_calls += len(parsed.message.tool_calls)
+        self.num_malformed_calls += parsed.num_malformed
+        return parsed.message
+
+    @property
+    def has_too_many_tool_calls(self) -> bool:
+        limit = self.rules.limits.max_tool_calls
+        return limit is not None and self.num_tool_calls > limit
+
+    def take(self, rewards: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """Rewards add up; of metrics, the last ones count."""
+        for name, reward in rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + float(reward)
+        self.metrics |= {name: float(value) for name, value in metrics.items()}
+
+    def rendered(self, render: Callable[[], T]) -> T:
+        """What is rendered.
+
+        Raises:
+            EpisodeError: the chat template does not take it.
+        """
+        try:
+            return render()
+        except Exception as error:
+            raise EpisodeError(RENDERER, raised(error)) from error
+
     def _begin(self, messages: Sequence[Message], tools: Tools) -> None:
         """A training sequence that begins with all that has been said."""
         self.messages += messages
-        token_ids = self._rendered(lambda: self.rules.renderer.render(self.messages, tools))
+        token_ids = self.rendered(lambda: self.rules.renderer.render(self.messages, tools))
         self.conversations.append(Conversation(token_ids))
-
-    def _room(self) -> int:
-        """Tokens that the next answer may have."""
-        shown = self.conversations[-1].num_tokens
-        if shown > self.rules.max_prompt_tokens:
-            return 0
-        return min(self.rules.max_tokens - shown, self.rules.sampling.max_completion_tokens)
 
     def _request(self, room: int) -> GenerationRequest:
         place = self.place
@@ -146,33 +176,12 @@ class Acting:
             group=str(place.group_id),
         )
 
-    def _hear(self, completion: Completion, tools: Tools) -> Message:
-        """What the model said."""
-        self.conversations[-1].add(completion)
-        self.num_turns += 1
-        parsed = self.rules.renderer.parse(completion, tools)
-        self.messages.append(parsed.message)
-        self.num_tool_calls += len(parsed.message.tool_calls)
-        self.num_malformed_calls += parsed.num_malformed
-        return parsed.message
-
-    def _take(self, reply: Reply) -> None:
-        for name, reward in reply.rewards.items():
-            self.rewards[name] = self.rewards.get(name, 0.0) + float(reward)
-        self.metrics |= {name: float(value) for name, value in reply.metrics.items()}
-
     def _go_on(self, completion: Completion, messages: Sequence[Message], tools: Tools) -> None:
         """Append what was answered; where that would rewrite what was seen, begin anew."""
         history, renderer = list(self.messages), self.rules.renderer
-        bridge = self._rendered(lambda: renderer.bridge(history, completion, messages, tools))
+        bridge = self.rendered(lambda: renderer.bridge(history, completion, messages, tools))
         if bridge is None:
             self._begin(messages, tools)
             return
         self.messages += messages
         self.conversations[-1].show(bridge)
-
-    def _rendered(self, render: Callable[[], T]) -> T:
-        try:
-            return render()
-        except Exception as error:
-            raise EpisodeError(RENDERER, raised(error)) from error

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from forge_trainer.config import EnvironmentConfig, FixedReward
 from forge_trainer.errors import RolloutError
-from forge_trainer.protocols import Environment
 from forge_trainer.tasks import first_error
 from forge_trainer.types import Episode, EpisodeStatus, Message, Prompt
 
 from .acting import Acting, ActingRules, Generate, Place
 from .failures import EpisodeError
-from .guarded import GuardedEnvironment
 from .reward_calls import Answer
 from .rubric import Rubric
 
@@ -23,17 +22,33 @@ MOST_LOST_IN_A_ROW = 64
 """Groups that may have to be replaced with none between them that stays: then nothing works."""
 
 
+class Driver(Protocol):
+    """What carries episodes through: an environment, or an agent that asks for completions."""
+
+    async def drive(self, acting: Acting) -> EpisodeStatus:
+        """Let the model speak and be answered, kept in `acting`; how it ended.
+
+        Several at one time. One that is cancelled leaves nothing behind.
+
+        Raises:
+            EpisodeError: the environment, the agent or the chat template failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """No further episode comes."""
+        ...
+
+
 class EpisodeRunner:
-    """Makes the episodes of a run: environments, renderer, limits, rewards, failures.
+    """Makes the episodes of a run: who drives them, limits, rewards, failures.
 
     Its verbs may run at once, as many as one likes. A caller that is cancelled leaves no request
     and no environment behind.
     """
 
-    def __init__(
-        self, make_environment: Callable[[], Environment], rules: ActingRules, rubric: Rubric
-    ) -> None:
-        self._make_environment = make_environment
+    def __init__(self, driver: Driver, rules: ActingRules, rubric: Rubric) -> None:
+        self._driver = driver
         self._rules = rules
         self._rubric = rubric
         self._num_replaced = 0
@@ -120,34 +135,22 @@ class EpisodeRunner:
         }
 
     async def close(self) -> None:
-        """End the processes of rewards."""
-        await self._rubric.pool.close()
+        """End what drives episodes, and the processes of rewards."""
+        try:
+            await self._driver.close()
+        finally:
+            await self._rubric.close()
 
     async def _act(self, acting: Acting) -> EpisodeStatus:
-        """Raises EpisodeError for what the environment or the chat template did."""
-        config = self._config
-        # "package.module:Name" is counted as Name.
-        name = config.name.rpartition(":")[2]
-        environment = GuardedEnvironment(
-            self._make_environment, name=name, timeout_s=config.step_timeout_s
-        )
-        limit = asyncio.timeout(config.max_seconds)
+        """Within the limit of its seconds; raises as the driver does."""
+        limit = asyncio.timeout(self._config.max_seconds)
         try:
             async with limit:
-                return await acting.act(environment)
+                return await self._driver.drive(acting)
         except TimeoutError:
             if not limit.expired():
                 raise
             return "truncated_time"
-        finally:
-            await self._close(environment)
-
-    async def _close(self, environment: GuardedEnvironment) -> None:
-        """What fails here has no bearing on the episode."""
-        try:
-            await environment.close()
-        except EpisodeError as failed:
-            self._rubric.failures.count(failed)
 
     async def _ask_rubric(self, acted: Sequence[Episode]) -> list[dict[str, Answer]]:
         if not acted:

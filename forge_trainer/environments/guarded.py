@@ -1,4 +1,4 @@
-"""An environment as its runner meets it: what it answers is checked, in time, or it has failed."""
+"""An environment as what drives episodes: what it answers is checked, in time, or it has failed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,49 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forge_trainer.protocols import Environment
-from forge_trainer.types import Message, Opening, Prompt, Reply, StopReason
+from forge_trainer.tasks import to_the_end
+from forge_trainer.types import EpisodeStatus, Message, Opening, Prompt, Reply, StopReason
 
-from .failures import EpisodeError, within
+from .acting import Acting
+from .failures import EpisodeError, Failures, within
 from .reward_calls import raised, read_number
 
 T = TypeVar("T")
+
+
+class EnvironmentDriver:
+    """Keeps `Driver` with an environment for every episode."""
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        failures: Failures,
+        *,
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self._make = make
+        self._failures = failures
+        self._name = name
+        self._timeout_s = timeout_s
+
+    async def drive(self, acting: Acting) -> EpisodeStatus:
+        environment = GuardedEnvironment(self._make, name=self._name, timeout_s=self._timeout_s)
+        try:
+            return await acting.act(environment)
+        finally:
+            # A limit on the episode's time may cut short what came before, but not this.
+            await to_the_end(self._close(environment))
+
+    async def close(self) -> None:
+        pass
+
+    async def _close(self, environment: GuardedEnvironment) -> None:
+        """What fails here has no bearing on the episode."""
+        try:
+            await environment.close()
+        except EpisodeError as failed:
+            self._failures.count(failed)
 
 
 class GuardedEnvironment:

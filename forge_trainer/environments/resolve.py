@@ -16,6 +16,8 @@ SHIPPED = {
     "guess": "forge_trainer.environments.shipped.guess:Guess",
     "calculator": "forge_trainer.environments.shipped.calculator:Calculator",
 }
+AGENT = "agent"
+"""Not an environment but whoever asks for completions by itself, see `serving`."""
 VERBS = {"reset": ("task", "seed"), "step": ("message", "stop_reason"), "close": ()}
 
 
@@ -28,7 +30,7 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     name = config.name
     if name not in SHIPPED and not name.partition(":")[2]:
         raise ConfigError(
-            f"environment.name: {name!r} is unknown; use one of {sorted(SHIPPED)} or "
+            f"environment.name: {name!r} is unknown; use one of {sorted([*SHIPPED, AGENT])} or "
             "'package.module:name'"
         )
     make = import_callable("environment.name", SHIPPED.get(name, name))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from forge_trainer.types import Completion, Transcript
-from forge_trainer.types.arrays import as_array
+from forge_trainer.types.arrays import PerToken, as_array
 
 NOT_SAMPLED = -1
 
@@ -16,7 +14,7 @@ NOT_SAMPLED = -1
 class Conversation:
     """One training sequence that grows: only ever appended to, sampled tokens as they were."""
 
-    def __init__(self, shown: Sequence[int]) -> None:
+    def __init__(self, shown: PerToken) -> None:
         self._token_ids = [_whole(shown)]
         self._sampled = [np.zeros(len(shown), bool)]
         self._logprobs = [np.zeros(len(shown), np.float32)]
@@ -36,7 +34,7 @@ class Conversation:
     def num_sampled(self) -> int:
         return sum(int(part.sum()) for part in self._sampled)
 
-    def show(self, token_ids: Sequence[int]) -> None:
+    def show(self, token_ids: PerToken) -> None:
         """Append what the model did not say."""
         more = Conversation(token_ids)
         self._token_ids += more._token_ids
@@ -65,5 +63,5 @@ class Conversation:
         )
 
 
-def _whole(numbers: Sequence[int] | object) -> NDArray[np.int32]:
+def _whole(numbers: PerToken) -> NDArray[np.int32]:
     return as_array(numbers).astype(np.int32)

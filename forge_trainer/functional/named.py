@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from typing import Any
 
 from forge_trainer.errors import ConfigError
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  (not whether it can be called)
+    )
 
 
 def import_callable(what: str, where: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from forge_trainer.errors import ConfigError
 from forge_trainer.types import Prompt, RewardFn
 
-from .named import import_callable
+from .named import import_callable, is_async
 
 GROUP_PARAMETERS = ("texts", "completions", "texts_G", "completions_G")
 """A function whose first parameter is one of these takes a group."""
@@ -51,9 +51,7 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004  (not whether it can be called)
-        )
+        return is_async(self.function)
 
 
 def as_reward(function: Callable[..., Any], *, takes_group: bool | None = None) -> Reward:

@@ -18,6 +18,15 @@ def opening_seed(run_seed: int, *, group_id: int) -> int:
     return _hashed(f"opening/{run_seed}/{group_id}")
 
 
+def asked_seed(run_seed: int, *, group_id: int, index: int, prompt: bytes, repetition: int) -> int:
+    """Of a request that an episode's agent makes, by what it asks, and how often it has asked that.
+
+    Whether it has several conversations at one time, and which of them is faster, changes nothing.
+    """
+    digest = blake2b(prompt, digest_size=16).hexdigest()
+    return _hashed(f"asked/{run_seed}/{group_id}/{index}/{digest}/{repetition}")
+
+
 def _hashed(what: str) -> int:
     """The first 63 bits of BLAKE2b, the same on every machine and in every version of Python."""
     return int.from_bytes(blake2b(what.encode(), digest_size=8).digest()) >> 1

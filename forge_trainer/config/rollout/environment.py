@@ -34,9 +34,11 @@ class EnvironmentConfig(Section):
     """One episode: its environment, its limits, its rewards, and its failures."""
 
     name: str = "single_turn"
-    """`single_turn`, `guess`, `calculator`, or a class of your own as "package.module:name"."""
+    """`single_turn`, `guess`, `calculator`, a class of your own as "package.module:name", or
+    `agent`: a program of your own that asks for completions over OpenAI's protocol."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's class."""
+    """Keyword arguments of the environment's class. Of an agent: `function`, "package.module:name",
+    or `command`, a list of words; the server's address, `host`; all else goes to the agent."""
     renderer: Literal["auto", "chat", "text"] = "auto"
     """How messages become tokens: by the chat template of the model's directory, or as their
     contents joined; `auto` takes the template where there is one."""
@@ -52,7 +54,8 @@ class EnvironmentConfig(Section):
     max_tool_calls: Annotated[int, Field(ge=0)] | None = None
     """In an episode."""
     step_timeout_s: Seconds = 60.0
-    """Of one call of the environment; what takes longer has failed."""
+    """Of one call of the environment, or of what an agent does between two requests; what takes
+    longer has failed."""
     rewards: dict[str, RewardConfig] = Field(default_factory=dict)
     """By name. What the environment gives and is not named here weighs 1; without a function here,
     the task's reward is one of them, as `task`."""

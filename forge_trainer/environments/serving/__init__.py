@@ -1,0 +1,1 @@
+"""Episodes of agents: programs that ask for completions over OpenAI's chat protocol."""
