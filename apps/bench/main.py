@@ -31,6 +31,7 @@ SUITES = (
     "pull",
     "step",
     "trl",
+    "vllm",
     "weights",
 )
 
