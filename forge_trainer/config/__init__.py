@@ -14,6 +14,7 @@ from .rollout.environment import TASK_REWARD, EnvironmentConfig, FixedReward, Re
 from .rollout.evaluation import EvalConfig
 from .rollout.generation import GeneratorConfig
 from .rollout.task import FILE_KINDS, ColumnsConfig, OnLongPrompt, TaskConfig
+from .rollout.vllm import VllmConfig
 from .schema import GrpoConfig, ReferenceConfig, ReportingConfig, RunConfig
 from .section import Section
 from .trainer import PackingConfig, ProfilingConfig, TrainerConfig
@@ -52,5 +53,6 @@ __all__ = [
     "TinyModelConfig",
     "TlsConfig",
     "TrainerConfig",
+    "VllmConfig",
     "WeightsConfig",
 ]

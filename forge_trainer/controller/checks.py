@@ -25,6 +25,7 @@ from forge_trainer.engine.titan.support import refuse_unsupported, require_float
 from forge_trainer.errors import ConfigError, DataError
 from forge_trainer.functional.losses.fields import check_old_logprobs
 from forge_trainer.functional.losses.objective import make_loss
+from forge_trainer.generation.vllm.support import check_vllm
 from forge_trainer.hf import (
     ModelFacts,
     largest_token_id,
@@ -104,8 +105,10 @@ def check_generator(
     Raises:
         ConfigError: with the key, what was given and what is allowed.
     """
-    resolve_device(generator.device, None if gpus is None else len(gpus))
+    device = resolve_device(generator.device, None if gpus is None else len(gpus)).type
     facts = read_model_facts(path)
+    if generator.backend == "vllm":
+        check_vllm(generator, facts, device)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)
 

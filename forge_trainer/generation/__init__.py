@@ -18,9 +18,13 @@ def make_backend(config: GeneratorConfig, weights: WeightsConfig, *, model_dir: 
     # Heavy libraries are imported only for the chosen backend.
     import torch
 
+    dtype: torch.dtype = getattr(torch, weights.dtype)
+    if config.backend == "vllm":
+        from .vllm.backend import VllmBackend
+
+        return VllmBackend(config, model_dir=model_dir, dtype=dtype)
     from .transformers.backend import TransformersBackend
 
-    dtype: torch.dtype = getattr(torch, weights.dtype)
     return TransformersBackend(config, model_dir=model_dir, dtype=dtype)
 
 

@@ -8,6 +8,8 @@ from .tokenizer import (
     largest_token_id,
     load_tokenizer,
     require_special_tokens,
+    special_token_ids,
+    stop_token_ids,
     token_counter,
 )
 from .weights import (
@@ -36,6 +38,8 @@ __all__ = [
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",
+    "special_token_ids",
+    "stop_token_ids",
     "token_counter",
     "unique_tensors",
 ]

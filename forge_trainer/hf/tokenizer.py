@@ -93,3 +93,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stop_token_ids(generation: Any, tokenizer: Any) -> frozenset[int]:
+    """The directory's stop tokens, with the tokenizer's own end of sequence."""
+    configured = generation.eos_token_id
+    ids = set(configured if isinstance(configured, list) else [configured])
+    return frozenset(token for token in ids | {tokenizer.eos_token_id} if token is not None)
+
+
+def special_token_ids(tokenizer: Any, strings: Sequence[str]) -> frozenset[int]:
+    """Those of the strings that are special tokens: no part of a text, where nobody finds them."""
+    special = set(tokenizer.all_special_tokens).intersection(strings) if strings else set()
+    return frozenset(tokenizer.convert_tokens_to_ids(list(special)))

@@ -26,6 +26,7 @@ from forge_trainer.processes.hosts.placement import MeshPlan, Placement, describ
 from forge_trainer.types import Gpu, HostInventory
 
 LOCAL = LaunchConfig()
+GENERATOR = GeneratorConfig()
 
 
 def _inventory(gpus: int, *, cores: int = 16) -> HostInventory:
@@ -39,12 +40,13 @@ def _plan(
     reference: int | None = None,
     launch: LaunchConfig = LOCAL,
     placement: dict[str, Any] | None = None,
+    generator: GeneratorConfig = GENERATOR,
 ) -> Placement:
     trainers: dict[Role, TrainerConfig] = {"trainer": TrainerConfig(num_ranks=ranks)}
     if reference is not None:
         trainers["reference"] = TrainerConfig(num_ranks=reference, trainable=False)
     given = PlacementConfig.model_validate(placement or {})
-    return plan_placement(trainers, GeneratorConfig(), given, launch, _inventory(gpus))
+    return plan_placement(trainers, generator, given, launch, _inventory(gpus))
 
 
 def _devices(plans: Placement) -> dict[str, list[int]]:
@@ -59,6 +61,18 @@ def test_meshes_get_devices_in_order_each_its_own() -> None:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
+
+
+def test_a_generator_gets_the_gpus_of_its_tensor_parallelism() -> None:
+    two = GeneratorConfig(backend="vllm", tensor_parallel=2, cpu_threads=3)
+    plans = _plan(4, ranks=2, generator=two)
+    assert _devices(plans) == {"trainer": [0, 1], "generator": [2, 3]}
+    assert plans["generator"].num_processes == 1
+    found = process_environment(plans["generator"], LOCAL)
+    assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("2,3", "3")
+    assert "OMP_NUM_THREADS" not in process_environment(plans["trainer"], LOCAL)
+    with pytest.raises(ConfigError, match="a generator tensor_parallel"):
+        _plan(3, ranks=2, generator=two)
 
 
 def test_the_users_own_allocator_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:

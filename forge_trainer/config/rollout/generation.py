@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from ..section import Seconds, Section, Seed
+from .vllm import VllmConfig
 
 CUTS_OFF_TOKENS = (
     "completions would come from a part of the vocabulary, whose probabilities are scaled up, "
@@ -49,6 +50,7 @@ class GeneratorConfig(Section):
     """A request that takes longer: its generator counts as hung."""
     cpu_threads: PositiveInt | None = None
     """Threads of its computations on the CPU; None is a fair share of the host's cores."""
+    vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
     def kept_caches_belong_to_updates_in_flight(self) -> Self:
@@ -65,5 +67,13 @@ class GeneratorConfig(Section):
             raise ValueError(
                 f"tensor_parallel: {self.tensor_parallel}, but backend is {self.backend} on device "
                 f"{self.device}; it needs backend: vllm and GPUs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def settings_of_vllm_belong_to_it(self) -> Self:
+        if self.backend != "vllm" and self.vllm != VllmConfig():
+            raise ValueError(
+                f"vllm: is given, but backend is {self.backend}; set backend: vllm or leave it out"
             )
         return self

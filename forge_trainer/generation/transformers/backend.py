@@ -20,7 +20,14 @@ from forge_trainer.errors import EngineError, WeightsError
 from forge_trainer.functional.pieces.manifests import describe_tensor
 from forge_trainer.generation.backend import RequestLimits
 from forge_trainer.generation.sampling import Draws, draw_tokens, uniforms
-from forge_trainer.hf import load_causal_lm, load_tokenizer, resolve_device, unique_tensors
+from forge_trainer.hf import (
+    load_causal_lm,
+    load_tokenizer,
+    resolve_device,
+    special_token_ids,
+    stop_token_ids,
+    unique_tensors,
+)
 from forge_trainer.pieces import TensorFacts, WeightsVersion
 from forge_trainer.types import Completion, GenerationRequest
 from forge_trainer.types.arrays import as_array
@@ -55,7 +62,7 @@ class TransformersBackend:
         found = unique_tensors(model)
         self.tensors = {name: tensor for name, (tensor, _) in found.items()}
         self._tied = {name: tied for name, (_, tied) in found.items()}
-        self._stop_ids = _stop_token_ids(model.generation_config, self._tokenizer)
+        self._stop_ids = stop_token_ids(model.generation_config, self._tokenizer)
         self._model = DecodingModel(model)
         self._slots = Slots(
             model.config, num_slots=self._config.batch_size, device=self._model.device
@@ -123,9 +130,7 @@ class TransformersBackend:
 
     def _row(self, request: GenerationRequest, prompt: NDArray[np.int32]) -> Row:
         stop = request.sampling.stop
-        special = set(self._tokenizer.all_special_tokens).intersection(stop) if stop else ()
-        # Special tokens are no part of the text, where they would never be found.
-        ids = self._stop_ids.union(self._tokenizer.convert_tokens_to_ids(list(special)))
+        ids = self._stop_ids | special_token_ids(self._tokenizer, stop)
         strings = StopStrings(self._tokenizer, stop) if stop else None
         return Row(request, prompt, ids, strings)
 
@@ -235,10 +240,3 @@ def _batches(lengths: Sequence[int]) -> Iterator[slice]:
             start = index
     if start < len(lengths):
         yield slice(start, len(lengths))
-
-
-def _stop_token_ids(generation: Any, tokenizer: Any) -> frozenset[int]:
-    """The directory's stop tokens, with the tokenizer's own end of sequence."""
-    configured = generation.eos_token_id
-    ids = set(configured if isinstance(configured, list) else [configured])
-    return frozenset(token for token in ids | {tokenizer.eos_token_id} if token is not None)

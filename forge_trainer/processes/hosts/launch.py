@@ -75,7 +75,7 @@ class Hosts:
 
 def process_environment(plan: MeshPlan, launch: LaunchConfig) -> dict[str, str]:
     """What a process finds before Python starts: its GPUs alone, and how to reach others."""
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names)}
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names), **plan.environment}
     if plan.device == "cuda":
         # In the order in which they were counted.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"

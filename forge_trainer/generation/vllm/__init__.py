@@ -1,0 +1,1 @@
+"""vLLM behind the `Backend` protocol: an optional extra, and the one place that imports it."""
