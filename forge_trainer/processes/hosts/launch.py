@@ -14,6 +14,7 @@ from monarch.actor import HostMesh
 from monarch.config import configured
 
 from forge_trainer.config import LaunchConfig, Role
+from forge_trainer.generation.vllm.support import vllm_environment
 from forge_trainer.processes.meshes import Place
 
 from .guards import HostGuards, guarded
@@ -74,8 +75,11 @@ class Hosts:
 
 
 def process_environment(plan: MeshPlan, launch: LaunchConfig) -> dict[str, str]:
-    """What a process finds before Python starts: its GPUs alone, and how to reach others."""
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names), **plan.environment}
+    """What a process finds before Python starts: its GPUs alone, how to reach others, and what
+    vLLM wants."""
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_names)}
+    if plan.runs_vllm:
+        environment |= vllm_environment(plan.cpu_threads)
     if plan.device == "cuda":
         # In the order in which they were counted.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"

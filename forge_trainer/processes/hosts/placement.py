@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forge_trainer.config import (
     GeneratorConfig,
@@ -14,7 +14,6 @@ from forge_trainer.config import (
     TrainerConfig,
 )
 from forge_trainer.errors import ConfigError
-from forge_trainer.generation.vllm.support import vllm_environment
 from forge_trainer.hf import resolve_device
 from forge_trainer.types import HostInventory
 
@@ -31,14 +30,13 @@ class MeshPlan:
     device: str
     """`cpu` or `cuda`"""
     devices: tuple[int, ...]
-    """Indices into each host's GPUs; none on the CPU. One for every process there, or all for a
-    generator's one process."""
+    """Indices into each host's GPUs, one for every process there; none on the CPU."""
     gpu_names: tuple[str, ...]
     """The same, as CUDA_VISIBLE_DEVICES takes them."""
     cpu_threads: int
     """Of each process."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """What a library that they run must find."""
+    runs_vllm: bool = False
+    """Which wants to find things in its environment."""
 
     @property
     def num_processes(self) -> int:
@@ -68,15 +66,11 @@ def plan_placement(
     devices = {}
     for host in {launch.mesh_of(role) for role in configs}:
         on_gpus = {
-            role: per_host * _gpus_per_process(configs[role])
+            role: per_host
             for role, (_, per_host) in wanted.items()
             if launch.mesh_of(role) == host and kinds[role] == "cuda"
         }
         devices.update(_deal(on_gpus, placement, num_gpus, host))
-    threads = {
-        role: config.cpu_threads or _fair_share(inventory, _on_same_hosts(role, wanted, launch))
-        for role, config in configs.items()
-    }
     return {
         role: MeshPlan(
             role=role,
@@ -86,21 +80,16 @@ def plan_placement(
             device=kinds[role],
             devices=devices.get(role, ()),
             gpu_names=tuple(inventory.gpus[i].name for i in devices.get(role, ())),
-            cpu_threads=threads[role],
-            environment=_environment(configs[role], threads[role]),
+            cpu_threads=configs[role].cpu_threads
+            or _fair_share(inventory, _on_same_hosts(role, wanted, launch)),
+            runs_vllm=_runs_vllm(configs[role]),
         )
         for role, (num_hosts, per_host) in wanted.items()
     }
 
 
-def _gpus_per_process(config: TrainerConfig | GeneratorConfig) -> int:
-    """A generator's process starts others itself, one for each GPU."""
-    return config.tensor_parallel if isinstance(config, GeneratorConfig) else 1
-
-
-def _environment(config: TrainerConfig | GeneratorConfig, cpu_threads: int) -> dict[str, str]:
-    on_vllm = isinstance(config, GeneratorConfig) and config.backend == "vllm"
-    return vllm_environment(cpu_threads) if on_vllm else {}
+def _runs_vllm(config: TrainerConfig | GeneratorConfig) -> bool:
+    return isinstance(config, GeneratorConfig) and config.backend == "vllm"
 
 
 def _refuse_what_is_not_started(
@@ -181,13 +170,13 @@ def _table(
 ) -> str:
     lines = [
         f"placement: GPUs on each host of the {host} do not fit: {available} there. Asked for:",
-        f"    {'mesh':<10} {'wanted per host':<20} GPUs",
+        f"    {'mesh':<10} {'processes per host':<20} GPUs",
         *(
             f"    {role:<10} {number:<20} {', '.join(map(str, dealt[role])) or 'none'}"
             for role, number in wanted.items()
         ),
-        "    Every rank needs one GPU, a generator tensor_parallel. Lower num_ranks, correct "
-        "placement.devices, let meshes share with placement.colocate, or set device: cpu",
+        "    Every process needs one GPU. Lower num_ranks, correct placement.devices, let meshes "
+        "share with placement.colocate, or set device: cpu",
     ]
     return "\n".join(lines)
 
