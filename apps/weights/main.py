@@ -9,6 +9,7 @@ Exit codes: 0 all tensors are equal, 1 some differ or it failed, 2 the config ca
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import sys
 from collections.abc import Sequence

@@ -38,8 +38,8 @@ __all__ = [
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",
-    "token_counter",
     "special_token_ids",
     "stop_token_ids",
+    "token_counter",
     "unique_tensors",
 ]

@@ -39,7 +39,8 @@ def test_requests_travel_together_and_have_the_trainers_logprobs(
     cluster.run(cluster.trainer.train_step(GOOD, loss="grpo"))
     ref = cluster.run(cluster.trainer.push_weights())
     cluster.run(cluster.generator.pull_weights(ref))
-    mail: Any = cluster.generator._mail
+    (only,) = cluster.generator.replicas.values()
+    mail: Any = only._mail  # type: ignore[attr-defined]
     messages: list[int] = []
     submit = mail._submit
 

