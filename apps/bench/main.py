@@ -20,30 +20,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from apps.bench.measure import Row
 
-SUITES = (
-    "ablation",
-    "asynchrony",
-    "checkpoint",
-    "controller",
-    "endpoint",
-    "fleet",
-    "logprobs",
-    "model",
-    "pull",
-    "step",
-    "trl",
-    "vllm",
-    "weights",
-)
+SUITES = {
+    "ablation": "rollout.ablation",
+    "async": "rollout.asynchrony",
+    "checkpoint": "checkpoint",
+    "controller": "controller",
+    "endpoint": "endpoint",
+    "fleet": "rollout.fleet",
+    "logprobs": "logprobs",
+    "model": "model",
+    "pull": "pull",
+    "step": "step",
+    "trl": "trl",
+    "vllm": "rollout.vllm",
+    "weights": "weights",
+}
+"""By name, the module of each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the app; the process's exit code."""
     parser = argparse.ArgumentParser(prog="python -m apps.bench.main", description=__doc__)
-    parser.add_argument("--suite", required=True, choices=SUITES)
+    parser.add_argument("--suite", required=True, choices=list(SUITES))
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     given = parser.parse_args(arguments)
-    suite = importlib.import_module(f"apps.bench.suites.{given.suite}")
+    suite = importlib.import_module(f"apps.bench.suites.{SUITES[given.suite]}")
     rows: list[Row] = asyncio.run(suite.run())
     print_table(given.suite, rows)
     if given.json is not None:

@@ -79,6 +79,10 @@ class Site:
     inventory: HostInventory | None = None
     """Of each host; None finds out."""
 
+    @property
+    def log_folder(self) -> Path | None:
+        return Path(self.logs.folder) if self.logs else None
+
 
 @contextlib.asynccontextmanager
 async def running_services(
@@ -111,8 +115,7 @@ async def running_services(
     prepare_controller()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(controller_log(site.logs))
-        log_folder = Path(site.logs.folder) if site.logs else None
-        hosts = await stack.enter_async_context(running_hosts(site.launch, log_folder=log_folder))
+        hosts = await stack.enter_async_context(running_hosts(site.launch, site.log_folder))
         plans = plan_placement(*asked, hosts.cores)
         await _require_shared(hosts, trainers["trainer"], model_dir, checkpoint_folder, site)
         store = RunStore(weights, stack, hosts.place(plans["trainer"]))

@@ -135,7 +135,7 @@ def network_environment(launch: LaunchConfig) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def running_hosts(launch: LaunchConfig, *, log_folder: Path | None) -> AsyncIterator[Hosts]:
+async def running_hosts(launch: LaunchConfig, log_folder: Path | None) -> AsyncIterator[Hosts]:
     """The hosts, with a guard each; those that were started for the run end with it.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Suites of what samples, and of the loops around it."""
