@@ -16,6 +16,8 @@ from .failures import EpisodeError, Failures, within
 from .reward_calls import Answer, call_reward, read_group, read_number
 from .reward_pool import RewardPool
 
+SINGLE_TURN = "single_turn"
+
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
@@ -109,6 +111,11 @@ def make_rubric(
             raise ConfigError(f"environment.rewards.{name}: {error}") from error
     if not named and task_reward is not None:
         functions = {TASK_REWARD: as_reward(task_reward)}
+    if not functions and config.name == SINGLE_TURN:
+        raise ConfigError(
+            "nothing judges: environment single_turn gives no rewards, and neither task.reward nor "
+            "environment.rewards names a function; add one"
+        )
     far = {name: r for name, r in functions.items() if not (r.is_cheap or r.is_async)}
     return Rubric(
         functions=functions,

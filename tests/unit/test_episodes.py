@@ -467,6 +467,7 @@ def test_a_run_in_which_nothing_works_ends(tiny_qwen3: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"name": "single_turn", "rewards": {"x": {"weight": 2.0}}}, "nothing judges"),
         ({"name": "nothing"}, "'nothing' is unknown; use one of .*'guess'.* or 'package"),
         ({"name": f"{HERE}:Nothing"}, "cannot be imported"),
         ({"name": f"{HERE}:Script", "options": {"turn": 1}}, "does not take them: .*'turn'"),
