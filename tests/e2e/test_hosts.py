@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -53,6 +55,46 @@ def test_grpo_over_three_hosts_learns_until_one_is_killed(tmp_path: Path) -> Non
     assert len(rows) >= STEPS_SEEN
     assert all(abs(row["rollout/logprob_gap"]) < 1e-3 for row in rows), "weights arrive"
     assert any((folder / "checkpoints").glob("step-*"))
+
+
+def test_a_lost_host_of_generators_costs_what_was_on_it(tmp_path: Path) -> None:
+    """The run goes on with the other one, which still hears that the controller lives.
+
+    Nothing shorter than the time after which a host ends by itself would show that.
+    """
+    folder, orphan_timeout_s = tmp_path / "run", 20.0
+    options = {
+        "run.folder": str(folder),
+        "run.steps": "100000",
+        "launch.hosts": '{"trainer": 1, "generator": 2}',
+        "launch.lost_host_s": "3",
+        "launch.orphan_timeout_s": str(orphan_timeout_s),
+        "trainer.num_ranks": "1",
+        "generator.replicas": "2",
+        "algorithm.groups_per_step": "8",
+    }
+    arguments = ["--config", CONFIG, *(f"--{key}={value}" for key, value in options.items())]
+    app = RunningApp("apps.grpo.main", arguments).start()
+    metrics = folder / "metrics.jsonl"
+    app.wait_for(metrics)
+    logs = [(folder / "logs" / f"generator-{number}.log").read_text() for number in (0, 1)]
+    pids = [re.findall(rf"process (\d+) on host generator/{i}", log) for i, log in enumerate(logs)]
+    left, lost = (psutil.Process(int(pid)) for (pid,) in pids)
+    host = lost.parent()
+    assert host is not None
+    assert host != left.parent()
+    os.kill(host.pid, signal.SIGKILL)
+    controller_log = folder / "logs" / "controller.log"
+    app.wait_until("a word on it", lambda: "is taken out" in controller_log.read_text())
+    killed = time.monotonic()
+    app.wait_until("an orphan's end", lambda: time.monotonic() > killed + 2 * orphan_timeout_s)
+    seen = len(metrics.read_text().splitlines())
+    app.wait_until("more steps", lambda: len(metrics.read_text().splitlines()) > seen + 2)
+    assert left.is_running()
+    app.interrupt()
+    code, _, errors = app.finish()
+    assert code == 130, errors
+    assert re.search(r"generator/1 is taken out, .* host generator/1 \(", errors), errors
 
 
 NAMES = ("trainer-0", "trainer-1", "generator-0")
