@@ -92,6 +92,8 @@ def vllm_environment(cpu_threads: int) -> dict[str, str]:
     return {
         # Else it sets torch to one thread once the model is loaded.
         "OMP_NUM_THREADS": str(cpu_threads),
+        # Workers for several GPUs: a process of Monarch's has threads, which no fork survives.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Its lines go to this process's log, not to its output.
         "VLLM_CONFIGURE_LOGGING": "0",
         # On the CPU it binds its memory to where it is, and C++ prints that as a warning.
