@@ -26,6 +26,7 @@ SUITES = (
     "checkpoint",
     "controller",
     "endpoint",
+    "generation",
     "logprobs",
     "model",
     "pull",

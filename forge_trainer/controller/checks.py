@@ -30,6 +30,7 @@ from forge_trainer.hf import (
     largest_token_id,
     read_hf_config,
     read_model_facts,
+    require_full_attention,
     require_special_tokens,
     require_whole_weights,
     resolve_device,
@@ -106,6 +107,8 @@ def check_generator(
     """
     resolve_device(generator.device, None if gpus is None else len(gpus))
     facts = read_model_facts(path)
+    if generator.backend == "transformers":
+        require_full_attention(path)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)
 

@@ -54,11 +54,11 @@ def generator_memory(
 
     `rows` are the completions that it is asked for at once.
     """
-    tokens = min(config.batch_size, rows) * config.max_completion_tokens
+    slots = min(config.batch_size, rows)
     return {
         "weights": WIDTH[config.dtype or weights.dtype] * model.num_parameters,
-        # Those of a batch as they were sampled from, joined and scaled, and their log-softmax.
-        "logits": 3 * 4 * tokens * model.vocab_size,
+        # Those of one step, and a fifth of them to sample with.
+        "logits": 6 * 4 * slots * model.vocab_size // 5,
     }
 
 
