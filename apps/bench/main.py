@@ -27,6 +27,7 @@ SUITES = {
     "controller": "controller",
     "endpoint": "endpoint",
     "fleet": "rollout.fleet",
+    "generation": "generation",
     "logprobs": "logprobs",
     "model": "model",
     "pull": "pull",

@@ -31,6 +31,7 @@ from forge_trainer.hf import (
     largest_token_id,
     read_hf_config,
     read_model_facts,
+    require_full_attention,
     require_special_tokens,
     require_whole_weights,
     resolve_device,
@@ -109,6 +110,8 @@ def check_generator(
     facts = read_model_facts(path)
     if generator.backend == "vllm":
         check_vllm(generator, facts, device)
+    else:
+        require_full_attention(path)
     check_generator_fits_model(generator, facts)
     check_tokenizer_fits_model(path, facts)
 

@@ -5,7 +5,7 @@ Pure functions of tensors. No requests here, and no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,15 +106,14 @@ def _tiles(R: int, V: int) -> Iterator[tuple[slice, slice]]:
             yield slice(top, min(top + height, R)), slice(left, min(left + width, V))
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """The `position`-th random number in [0, 1) of every seed's own sequence.
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) begun at the mixed seed. A number follows from
     its seed and its position alone, so that neighbours and order change nothing.
     """
-    bits = np.array([seed & (2**64 - 1) for seed in seeds], np.uint64)
-    steps = np.array(positions, np.uint64) + np.uint64(1)
-    mixed = _mix(_mix(bits) + steps * np.uint64(0x9E3779B97F4A7C15))
+    steps = positions.astype(np.uint64) + np.uint64(1)
+    mixed = _mix(_mix(seeds) + steps * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

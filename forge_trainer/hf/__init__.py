@@ -1,7 +1,14 @@
 """Hugging Face directories: a model's facts, tokenizer and weights, and tiny ones on the fly."""
 
 from .chat import ChatTemplate, has_chat_template
-from .facts import ModelFacts, find_model_dir, read_hf_config, read_model_facts, resolve_device
+from .facts import (
+    ModelFacts,
+    find_model_dir,
+    read_hf_config,
+    read_model_facts,
+    require_full_attention,
+    resolve_device,
+)
 from .tiny import create_tiny_model, model_directory
 from .tokenizer import (
     TextEncoder,
@@ -35,6 +42,7 @@ __all__ = [
     "model_directory",
     "read_hf_config",
     "read_model_facts",
+    "require_full_attention",
     "require_special_tokens",
     "require_whole_weights",
     "resolve_device",

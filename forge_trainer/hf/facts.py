@@ -110,6 +110,25 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def require_full_attention(path: Path) -> None:
+    """Every layer must attend to all earlier tokens, as far as `path/config.json` says.
+
+    Raises:
+        ConfigError: some see a sliding window or something else.
+    """
+    config = read_hf_config(path)
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if "layer_types" not in config and window is not None:
+        kinds = {f"sliding_attention of {window} tokens"}
+    if kinds:
+        raise ConfigError(
+            f"generator.backend: transformers samples from models whose layers attend to all "
+            f"earlier tokens, {path} has {', '.join(sorted(kinds))}; choose a model without it, or "
+            "backend: vllm"
+        )
+
+
 def resolve_device(name: str, num_gpus: int | None = None) -> torch.device:
     """`auto` is the GPU where there is one; how many there are, torch is asked unless told.
 

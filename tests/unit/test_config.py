@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -23,6 +24,7 @@ from forge_trainer.config import (
 from forge_trainer.config.load import dump_config, load_config
 from forge_trainer.controller.checks import (
     check_algorithm,
+    check_generator,
     check_generator_fits_model,
     check_models,
     check_prompts,
@@ -75,6 +77,9 @@ def test_overrides_win_and_the_dump_loads_back(config_file: Path, tmp_path: Path
         (["--trainer.num_ranks", "3", "--trainer.parallel.tensor", "2"], "num_ranks=3 is not a"),
         (["--trainer.engine", "local", "--trainer.num_ranks", "2"], "runs on one rank, got"),
         (["--generator.max_prompt_tokens", "999"], "exceed model.tiny.max_sequence_tokens=256"),
+        (["--generator.kv_cache", "keep"], "kv_cache: keep, but update is drain, so nothing runs"),
+        (["--generator.tensor_parallel", "2"], "tensor_parallel: 2, but backend is transformers"),
+        (["--generator.stop", '[""]'], "generator.stop.0: got ''"),
         (["--trainer.packing.max_row_tokens", "9"], "exceed trainer.packing.max_row_tokens=9"),
         (["--model.path", "x"], "model: give exactly one of path and tiny, got both"),
         (["--model.tiny.num_kv_heads", "3"], "num_kv_heads=3 does not divide num_heads=4"),
@@ -430,6 +435,28 @@ def test_the_layout_must_fit_the_model(tiny_qwen3: Path) -> None:
     ).generator
     with pytest.raises(ConfigError, match="144 exceed the model's max_position_embeddings=64"):
         check_generator_fits_model(generator, facts)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"sliding_window": 16}, "sliding_attention of 16 tokens"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"sliding_window": 16, "use_sliding_window": False}, None),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": None}, None),
+    ],
+)
+def test_layers_that_do_not_see_all_earlier_tokens_are_refused_before_anything_starts(
+    tiny_llama: Path, tmp_path: Path, given: dict[str, Any], told: str | None
+) -> None:
+    """Sampled in slots, they would give wrong log-probs once a row is longer than the window."""
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **given}))
+    generator = GeneratorConfig(max_prompt_tokens=8, device="cpu")
+    refused = pytest.raises(ConfigError, match=f"attend to all earlier tokens, .* has {told};")
+    with contextlib.nullcontext() if told is None else refused:
+        check_generator(tmp_path, generator)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -43,12 +43,13 @@ def test_layouts_share_and_what_is_frozen_has_no_optimizer() -> None:
     assert {"gradients", "optimizer", "gathered layers"}.isdisjoint(found)
 
 
-def test_a_generator_holds_the_logits_of_a_batch() -> None:
+def test_a_generator_holds_the_logits_of_a_step() -> None:
+    """Two slots: 2 x 4 x 151936 bytes, and a fifth of them."""
     config = GeneratorConfig(batch_size=2, max_completion_tokens=10)
     found = generator_memory(QWEN3_8B, config, Weights(dtype="bfloat16"), rows=64)
-    assert found == {"weights": 2 * QWEN3_8B.num_parameters, "logits": 3 * 4 * 20 * 151_936}
+    assert found == {"weights": 2 * QWEN3_8B.num_parameters, "logits": 1_458_585}
     found = generator_memory(QWEN3_8B, config, Weights(dtype="bfloat16"), rows=1)
-    assert found["logits"] == 3 * 4 * 10 * 151_936
+    assert found["logits"] == 729_292
 
 
 def test_a_pipeline_stage_gathers_layers_as_large_as_any() -> None:

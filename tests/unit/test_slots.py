@@ -100,14 +100,15 @@ def test_rows_of_any_length_see_their_own_tokens_alone(config: PreTrainedConfig)
         logits, cache = decoding.prefill([np.array(prompt, np.int32) for prompt in prompts])
         for prompt, found in zip(prompts, logits, strict=True):
             torch.testing.assert_close(found, _logits(model, prompt), atol=1e-5, rtol=1e-5)
-        slots.append(cache, which, limit=60)
+        slots.append(cache, np.array(which), limit=60)
         running.extend(list(prompts[i]) for i in which)
 
     def step() -> None:
-        lengths = [len(row) for row in running]
+        lengths = np.array([len(row) for row in running])
         for row in running:
             row += some(1)
-        found = decoding.decode([row[-1] for row in running], slots, lengths, limit=60)
+        last = np.array([row[-1] for row in running], np.int32)
+        found = decoding.decode(last, slots, lengths, limit=60)
         for row, logits in zip(running, found, strict=True):
             torch.testing.assert_close(logits, _logits(model, row), atol=1e-5, rtol=1e-5)
 

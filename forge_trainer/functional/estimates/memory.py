@@ -54,14 +54,13 @@ def generator_memory(
 
     `rows` are the completions that all of them are asked for at once.
     """
-    rows = -(-rows // config.replicas)
-    tokens = min(config.batch_size, rows) * config.max_completion_tokens
+    slots = min(config.batch_size, -(-rows // config.replicas))
     return {
         "weights": WIDTH[config.dtype or weights.dtype]
         * model.num_parameters
         // config.tensor_parallel,
-        # Those of a batch as they were sampled from, joined and scaled, and their log-softmax.
-        "logits": 3 * 4 * tokens * model.vocab_size,
+        # Those of one step, and a fifth of them to sample with.
+        "logits": 6 * 4 * slots * model.vocab_size // 5,
     }
 
 

@@ -33,7 +33,7 @@ from forge_trainer.types import Completion, GenerationRequest
 from forge_trainer.types.arrays import as_array
 
 from .model import DecodingModel
-from .rows import Row, StopStrings
+from .rows import Row, StopStrings, first_numbers
 from .slots import Slots
 
 PREFILL_TOKENS = 4096
@@ -73,8 +73,11 @@ class TransformersBackend:
             self._model.vocab_size,
         )
         self._policy_version = 0
+        self._limit = 0
+        """Tokens that none of the running rows gets beyond."""
         self._added: dict[str, GenerationRequest] = {}
         self._rows: list[Row] = []
+        self._numbers = first_numbers([])
 
     def encode(self, prompt: str) -> list[int]:
         """Its tokens."""
@@ -107,9 +110,13 @@ class TransformersBackend:
         """
         ended = self._join()
         if self._rows:
-            self._decode()
-            done = [i for i, row in enumerate(self._rows) if row.stop_reason]
-            ended += [self._rows[i] for i in done]
+            rows, numbers = self._rows, self._numbers
+            logits_RV = self._model.decode(
+                numbers["token"], self._slots, numbers["length"], limit=self._limit
+            )
+            self._sample(logits_RV, numbers["temperature"], np.arange(len(rows)), (rows, numbers))
+            done = [i for i, row in enumerate(rows) if row.stop_reason is not None]
+            ended += [rows[i] for i in done]
             self._leave(done)
         return [(row.request.id, row.completion(self._tokenizer)) for row in ended]
 
@@ -138,48 +145,43 @@ class TransformersBackend:
         """Equal prompts share a row of the pass. Rows that have ended; the others get slots."""
         logits_PV, cache = self._model.prefill([group[0].prompt for group in groups])
         rows = [row for group in groups for row in group]
-        which = [i for i, group in enumerate(groups) for _ in group]
-        temperatures = [group[0].sampling.temperature for group in groups]
-        self._sample(logits_PV, temperatures, rows, which)
+        numbers = first_numbers(rows)
+        which = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        firsts = np.unique(which, return_index=True)[1]
+        self._sample(logits_PV, numbers["temperature"][firsts], which, (rows, numbers))
         going = [i for i, row in enumerate(rows) if row.stop_reason is None]
         if going:
-            running = self._rows + [rows[i] for i in going]
-            self._slots.append(cache, [which[i] for i in going], limit=_longest(running))
-            self._rows = running
+            running = [*self._rows, *(rows[i] for i in going)]
+            self._limit = max(row.limit for row in running)
+            self._slots.append(cache, which[going], limit=self._limit)
+            self._rows, self._numbers = running, np.concatenate([self._numbers, numbers[going]])
         return [row for row in rows if row.stop_reason is not None]
-
-    def _decode(self) -> None:
-        """Another token for every running row."""
-        rows = self._rows
-        token_ids = [row.token_ids[-1] for row in rows]
-        lengths = [row.num_cached for row in rows]
-        logits_RV = self._model.decode(token_ids, self._slots, lengths, limit=_longest(rows))
-        temperatures = [row.sampling.temperature for row in rows]
-        self._sample(logits_RV, temperatures, rows, range(len(rows)))
 
     def _sample(
         self,
         logits_PV: Tensor,
-        temperatures: Sequence[float],
-        rows: Sequence[Row],
-        which: Sequence[int],
+        temperatures_P: NDArray[np.float32],
+        which: NDArray[np.int64],
+        of: tuple[Sequence[Row], NDArray[Any]],
     ) -> None:
         """Another token for every row, from the logits that `which` names."""
-        device = self._model.device
-        numbers = uniforms([row.request.seed for row in rows], [len(r.token_ids) for r in rows])
-        greedy = [row.sampling.greedy for row in rows]
+        rows, numbers = of
         tokens, logprobs = draw_tokens(
             logits_PV,
-            torch.tensor(temperatures, dtype=torch.float32, device=device),
+            self._model.tensor(temperatures_P),
             Draws(
-                torch.tensor(list(which), device=device),
-                torch.from_numpy(numbers).to(device),
-                torch.tensor(greedy, device=device),
+                self._model.tensor(which),
+                self._model.tensor(uniforms(numbers["seed"], numbers["sampled"])),
+                self._model.tensor(numbers["greedy"]),
             ),
         )
-        if not bool(logprobs.isfinite().all()):
+        taken = logprobs.cpu().numpy()
+        if not np.isfinite(taken).all():
             raise EngineError("the model's logits are not finite; look at its weights")
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        numbers["token"] = tokens.cpu().numpy()
+        numbers["length"] += 1
+        numbers["sampled"] += 1
+        for row, token, logprob in zip(rows, tokens.tolist(), taken.tolist(), strict=True):
             row.take(token, logprob, self._policy_version)
 
     def _leave(self, indices: Sequence[int]) -> None:
@@ -188,7 +190,9 @@ class TransformersBackend:
             return
         for source, hole in self._slots.remove(indices):
             self._rows[hole] = self._rows[source]
+            self._numbers[hole] = self._numbers[source]
         del self._rows[self._slots.num_rows :]
+        self._numbers = self._numbers[: self._slots.num_rows]
 
     @torch.no_grad()
     def use_weights(self, version: WeightsVersion, *, keep_cache: bool) -> None:
@@ -196,11 +200,11 @@ class TransformersBackend:
         self._policy_version = version.policy_version
         if keep_cache:
             return
-        order = sorted(range(len(self._rows)), key=lambda i: self._rows[i].num_cached)
+        order = np.argsort(self._numbers["length"], kind="stable")
         known = [self._rows[i].known_ids for i in order]
         for batch in _batches([len(ids) for ids in known]):
             _, cache = self._model.prefill(known[batch])
-            self._slots.replace(order[batch], cache, range(len(order[batch])))
+            self._slots.replace(order[batch], cache, np.arange(len(order[batch])))
 
     def checksums(self) -> dict[str, TensorFacts]:
         """What it runs on, by name."""
@@ -224,11 +228,6 @@ class TransformersBackend:
 
     def close(self) -> None:
         """There is nothing to let go of but memory."""
-
-
-def _longest(rows: Sequence[Row]) -> int:
-    """Tokens that any of them can become."""
-    return max(row.limit for row in rows)
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[slice]:

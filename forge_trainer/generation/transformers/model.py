@@ -55,18 +55,26 @@ class DecodingModel:
         return logits_RV, cache
 
     def decode(
-        self, token_ids: Sequence[int], slots: Slots, lengths: Sequence[int], *, limit: int
+        self,
+        token_ids: NDArray[np.int32],
+        slots: Slots,
+        lengths: NDArray[np.int64],
+        *,
+        limit: int,
     ) -> Tensor:
-        """Logits [R, V] after one more token of every row of `slots`."""
+        """Logits [R, V] after one more token of every row of `slots`; see `Slots.begin_step`."""
         positions_R1, mask = slots.begin_step(lengths, limit=limit, dtype=self._model.dtype)
-        ids_R1 = np.array(token_ids, np.int32)[:, None]
-        return self._forward(ids_R1, positions_R1, slots.cache, mask)
+        return self._forward(token_ids[:, None], positions_R1, slots.cache, mask)
+
+    def tensor(self, values: NDArray[Any]) -> Tensor:
+        """A copy on the model's device."""
+        return torch.from_numpy(values.copy()).to(self.device)
 
     def _forward(
         self, ids: NDArray[np.int32], positions: Tensor, cache: Cache, mask: Tensor | None = None
     ) -> Tensor:
         output = self._model(
-            input_ids=torch.from_numpy(ids).to(self.device, torch.int64),
+            input_ids=self.tensor(ids).long(),
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
-from forge_trainer.types import Completion, GenerationRequest, SamplingParams, StopReason
+from forge_trainer.types import Completion, GenerationRequest, StopReason
 
 
 class StopStrings:
@@ -45,9 +45,23 @@ class StopStrings:
             return self._stream.step(self._tokenizer, token_id)
 
 
+NUMBERS = np.dtype(
+    [
+        ("token", np.int32),
+        ("length", np.int64),
+        ("sampled", np.int64),
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("greedy", np.bool_),
+    ]
+)
+"""What a step computes with, of every row: its last token, how many before that have keys and
+values, how many it has sampled; and what it is sampled with."""
+
+
 @dataclass(eq=False, slots=True)
 class Row:
-    """A running request."""
+    """A request that is being sampled."""
 
     request: GenerationRequest
     prompt: NDArray[np.int32]
@@ -62,22 +76,13 @@ class Row:
     """Before the stop string that ended it; None: all of it."""
 
     @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens whose keys and values are known: all but the last sampled one."""
-        return len(self.prompt) + len(self.token_ids) - 1
-
-    @property
     def limit(self) -> int:
         """Tokens that it can become, with its prompt."""
-        return len(self.prompt) + self.sampling.max_completion_tokens
+        return len(self.prompt) + self.request.sampling.max_completion_tokens
 
     @property
     def known_ids(self) -> NDArray[np.int32]:
-        """The tokens behind `num_cached`."""
+        """The tokens that have keys and values: all but the last."""
         return np.concatenate([self.prompt, np.array(self.token_ids[:-1], np.int32)])
 
     def take(self, token_id: int, logprob: float, policy_version: int) -> None:
@@ -89,7 +94,7 @@ class Row:
             self.text = self.stop_strings.find(token_id)
         if token_id in self.stop_ids or self.text is not None:
             self.stop_reason = "stop"
-        elif len(self.token_ids) >= self.sampling.max_completion_tokens:
+        elif len(self.token_ids) >= self.request.sampling.max_completion_tokens:
             self.stop_reason = "length"
 
     def completion(self, tokenizer: Any) -> Completion:
@@ -104,6 +109,24 @@ class Row:
             logprobs=np.array(self.logprobs, np.float32),
             policy_versions=np.array(self.policy_versions, np.int32),
             text=text,
-            temperature=self.sampling.temperature,
+            temperature=self.request.sampling.temperature,
             stop_reason=self.stop_reason,
         )
+
+
+def first_numbers(rows: Sequence[Row]) -> NDArray[Any]:
+    """`NUMBERS` of rows that have sampled nothing yet."""
+    return np.array(
+        [
+            (
+                row.prompt[-1],
+                len(row.prompt) - 1,
+                0,
+                row.request.seed % 2**64,
+                row.request.sampling.temperature,
+                row.request.sampling.greedy,
+            )
+            for row in rows
+        ],
+        NUMBERS,
+    )

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
@@ -28,7 +30,7 @@ class Slots:
         self._device = device
         self._num_slots = num_slots
         self._room = _Room(0, 0)
-        self._next = _Next.of([], device)
+        self._next = _Next.of(np.zeros(0, np.int64), device)
         self.num_rows = 0
         self._layers = [_SlotLayer(self) for _ in DynamicCache(config=config).layers]
         self.cache = Cache(layers=list(self._layers))
@@ -40,7 +42,7 @@ class Slots:
         return self._next
 
     def begin_step(
-        self, lengths: Sequence[int], *, limit: int, dtype: torch.dtype
+        self, lengths: NDArray[np.int64], *, limit: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Room for another token of every row; they have `lengths`, and none gets beyond `limit`.
 
@@ -48,7 +50,7 @@ class Slots:
             positions [R, 1] of those tokens, and a mask [R, 1, 1, T] in `dtype`: what is added to
             scores, minus infinity beyond a row's own tokens.
         """
-        self._make_room(self.num_rows, max(lengths) + 1, limit)
+        self._make_room(self.num_rows, int(lengths.max()) + 1, limit)
         self._next = _Next.of(lengths, self._device)
         positions_R1 = self._next.positions[:, None]
         later_RT = torch.arange(self._next.width, device=self._device)[None] > positions_R1
@@ -56,18 +58,18 @@ class Slots:
         mask_RT.masked_fill_(later_RT, float("-inf"))
         return positions_R1, mask_RT[:, None, None]
 
-    def append(self, prefilled: Cache, which: Sequence[int], *, limit: int) -> None:
+    def append(self, prefilled: Cache, which: NDArray[np.int64], *, limit: int) -> None:
         """Further rows; each takes over the keys and values of a row of `prefilled`."""
         num_rows = self.num_rows + len(which)
         tokens = _states(prefilled.layers[0])[0].shape[2]
         self._make_room(num_rows, tokens, max(limit, tokens), like=prefilled)
-        self.replace(range(self.num_rows, num_rows), prefilled, which)
+        self.replace(np.arange(self.num_rows, num_rows), prefilled, which)
         self.num_rows = num_rows
 
-    def replace(self, rows: Sequence[int], prefilled: Cache, which: Sequence[int]) -> None:
+    def replace(self, rows: NDArray[np.int64], prefilled: Cache, which: NDArray[np.int64]) -> None:
         """Other keys and values for `rows`: those of the rows `which` of `prefilled`."""
-        into = torch.tensor(list(rows), device=self._device)
-        source = torch.tensor(list(which), device=self._device)
+        into = torch.from_numpy(rows).to(self._device)
+        source = torch.from_numpy(which).to(self._device)
         for layer, given in zip(self._layers, prefilled.layers, strict=True):
             for buffer, states in zip(_states(layer), _states(given), strict=True):
                 # What a shorter row takes over of its padding is hidden by its length.
@@ -127,11 +129,12 @@ class _Next:
     """Positions that are looked at."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> _Next:
+    def of(cls, lengths: NDArray[np.int64], device: torch.device) -> _Next:
         return cls(
             torch.arange(len(lengths), device=device),
-            torch.tensor(lengths, dtype=torch.int64, device=device),
-            _rounded(max(lengths, default=0) + 1),
+            # A copy: the caller counts on.
+            torch.from_numpy(lengths.copy()).to(device),
+            _rounded(int(lengths.max(initial=0)) + 1),
         )
 
 
