@@ -537,6 +537,9 @@ async def test_pause_resume_and_close_reach_all_that_are_left() -> None:
         assert (await fleet.fleet.read_weight("w")).item() == 1.0
         assert (await fleet.fleet.weight_checksums()).version == WeightsVersion(0, 0)
     assert [fake.is_closed for fake in fleet.fakes] == [False, True, True]
+    with pytest.raises(EngineError, match="the generators are closed"):
+        await fleet.fleet.generate_one(request("late"))
+    await fleet.fleet.close()
 
 
 @on_loop
