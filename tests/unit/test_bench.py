@@ -11,9 +11,9 @@ import pytest
 from apps.bench import main as bench
 from apps.bench.measure import Spread, interleaved, ratios
 from apps.bench.sharded import ShardedTensors
-from apps.bench.suites import logprobs
-from forge_trainer.config import TrainerConfig
-from forge_trainer.types import World
+from apps.bench.suites import fleet, logprobs
+from forge_trainer.config import GeneratorConfig, TrainerConfig, WeightsConfig
+from forge_trainer.types import GenerationRequest, World
 
 
 def test_pairs_are_taken_in_turn_and_the_first_ones_dropped() -> None:
@@ -54,3 +54,20 @@ def test_the_engine_of_the_weights_suite_has_what_a_worker_calls_by_itself(tmp_p
     engine.bound_collectives(60.0)
     engine.abort()
     assert engine.progress.microbatch == 0
+
+
+def test_what_waits_in_the_fleet_suite_answers_all_that_run_after_as_many_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet, "STEP_S", 0.0)
+
+    async def answer() -> tuple[int, int]:
+        generator = fleet.make_waiting(GeneratorConfig(), WeightsConfig(), model_dir=Path())
+        await generator.setup()
+        requests = [GenerationRequest([0], fleet.SAMPLING) for _ in range(3)]
+        await asyncio.gather(*map(generator.generate_one, requests))
+        status = await generator.get_status()
+        await generator.close()
+        return status.num_completions, status.num_steps
+
+    assert asyncio.run(answer()) == (3, fleet.STEPS)

@@ -21,7 +21,8 @@ from forge_trainer.errors import (
     WeightsError,
     WorkerLostError,
 )
-from forge_trainer.pieces import WeightsRef, WeightsVersion
+from forge_trainer.pieces import StoreAddress, WeightsRef, WeightsVersion
+from forge_trainer.processes.generators import Generators
 from forge_trainer.types import Completion, SamplingParams
 from tests.unit.fleet_fakes import FakeGenerator, request
 from tests.waiting import A_HANG_S, until
@@ -537,6 +538,9 @@ async def test_pause_resume_and_close_reach_all_that_are_left() -> None:
         assert (await fleet.fleet.read_weight("w")).item() == 1.0
         assert (await fleet.fleet.weight_checksums()).version == WeightsVersion(0, 0)
     assert [fake.is_closed for fake in fleet.fakes] == [False, True, True]
+    with pytest.raises(EngineError, match="the generators are closed"):
+        await fleet.fleet.generate_one(request("late"))
+    await fleet.fleet.close()
 
 
 @on_loop
@@ -550,3 +554,29 @@ async def test_a_status_has_sums_and_every_replica() -> None:
             ("generator/0", 2),
             ("generator/1", 1),
         ]
+
+
+class _Handle(FakeGenerator):
+    """What a new store is opened in."""
+
+    address: StoreAddress | None = None
+
+    async def open_store(self, address: StoreAddress) -> None:
+        self._require_living()
+        self.address = address
+
+
+@on_loop
+async def test_a_new_store_is_for_those_that_are_left() -> None:
+    """A store that is replaced finds a generator that is gone and one that nobody misses yet."""
+    handles: Any = {f"generator/{i}": _Handle(f"generator/{i}") for i in range(3)}
+    fleet = GeneratorFleet(handles, slots=1, request_timeout_s=A_HANG_S)
+    gone, unnoticed, _ = handles.values()
+    gone.die()
+    await fleet.pull_weights(V1)
+    unnoticed.die()
+    address = StoreAddress("torchstore", "second")
+    await Generators(handles, fleet).open_store(address)
+    assert [one.address for one in handles.values()] == [None, None, address]
+    await fleet.pull_weights(V2)
+    await fleet.close()

@@ -10,6 +10,7 @@ import torch
 
 import forge_trainer
 from forge_trainer import errors
+from forge_trainer.controller.fleet import GeneratorFleet
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import ForgeTrainerError, WorkerLostError
 from forge_trainer.metrics import Last, Max, Mean, Sum, as_floats, merge_metrics, metric_values
@@ -80,7 +81,8 @@ def test_public_names_are_exactly_these() -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "kind"), [(Trainer, TrainerHandle), (Generator, GeneratorHandle)]
+    ("protocol", "kind"),
+    [(Trainer, TrainerHandle), (Generator, GeneratorHandle), (Generator, GeneratorFleet)],
 )
 def test_handles_keep_their_protocols_signatures(protocol: type, kind: type) -> None:
     methods = [name for name in vars(protocol) if not name.startswith("_")]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from forge_trainer.errors import WorkerLostError
+from forge_trainer.errors import EngineError, WorkerLostError
 from forge_trainer.pieces import WeightChecksums, WeightsRef, WeightsVersion
 from forge_trainer.protocols import Generator
 from forge_trainer.status import GeneratorStatus
@@ -51,6 +51,7 @@ class GeneratorFleet:
         self._pulls = Pulls(self._members)
         self._watch = HangWatch(self._members, limit_s=request_timeout_s)
         self._watching: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def replicas(self) -> dict[str, Generator]:
@@ -157,6 +158,9 @@ class GeneratorFleet:
 
     async def close(self) -> None:
         """Close those that are left, side by side."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._pulls.stop()
         if self._watching is not None:
             self._watching.cancel()
@@ -166,6 +170,8 @@ class GeneratorFleet:
                 raise answer
 
     def _begin_to_watch(self) -> None:
+        if self._is_closed:
+            raise EngineError("the generators are closed")
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch.run(), name="watch of generators")
         elif self._watching.done():
