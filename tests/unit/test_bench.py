@@ -11,7 +11,8 @@ import pytest
 from apps.bench import main as bench
 from apps.bench.measure import Spread, interleaved, ratios
 from apps.bench.sharded import ShardedTensors
-from apps.bench.suites import fleet, logprobs
+from apps.bench.suites import logprobs
+from apps.bench.suites.rollout import fleet
 from forge_trainer.config import GeneratorConfig, TrainerConfig, WeightsConfig
 from forge_trainer.types import GenerationRequest, World
 
