@@ -113,6 +113,10 @@ class Replay:
         self._waiting.pop(index, None)
         self._pick()
 
+    def is_wanted(self, index: int) -> bool:
+        """False for a group that was given up."""
+        return index in self._waiting
+
     def may_replace(self) -> bool:
         """True, and counted, if one more group of this batch may be replaced."""
         if self._replaced_now >= self._max_replaced:
@@ -127,7 +131,7 @@ class Replay:
             end = next(iter(self._waiting)) + self._window
             finished = ((i, group) for i, group in self._waiting.items() if group is not None)
             found = next(finished, None)
-            if found is None or found[0] >= end:
+            if found is None or (self._max_staleness and found[0] >= end):
                 return
             del self._waiting[found[0]]
             self._picked[found[0]] = found[1]
@@ -158,10 +162,12 @@ class Replay:
         if self._max_staleness:
             late = [index for index in late if index < newest][: self._oversampled]
         else:
-            self.num_abandoned += len(self._picked)
+            # Those that are finished would be a batch too old.
+            self.num_abandoned += len(self._picked) + len(self._waiting) - len(late)
             self._picked.clear()
+            self._waiting.clear()
         for index in late:
-            del self._waiting[index]
+            self._waiting.pop(index, None)
         self.num_abandoned += len(late)
         self._pick()
         return late

@@ -66,6 +66,12 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+def is_cancelled() -> bool:
+    """Whether somebody else cancels this task, rather than what it awaits itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def left_behind(wait: Callable[[], T]) -> T:
     """What `wait` returns, which blocks on a thread of its own.
 

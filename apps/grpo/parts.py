@@ -100,15 +100,16 @@ def _held_out(config: GrpoConfig, model_dir: Path, sampling: SamplingParams) -> 
     given = config.eval
     if given is None:
         return None
-    task = make_task(given.task or config.task, seed=given.seed, needs_reward=needs_reward(config))
+    asked = (given.task or config.task).model_copy(update={"epochs": 1})
+    task = make_task(asked, seed=given.seed, needs_reward=needs_reward(config))
     changed = SamplingParams(
         max_completion_tokens=sampling.max_completion_tokens,
         temperature=given.temperature,
         greedy=given.greedy,
         stop=sampling.stop,
     )
-    # One answer to a prompt is enough to count.
-    runner = _runner(config, task, model_dir, changed, given.seed, min_group=1)
+    # What fails or is excluded is counted, and never asked again.
+    runner = _runner(config, task, model_dir, changed, given.seed, min_group=0)
     task = check_prompts(task, model_dir, config.generator, count=runner.count_tokens)
     prompts = list(itertools.islice(task.prompts, given.num_prompts))
     if len(prompts) < given.num_prompts:

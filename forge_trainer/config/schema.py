@@ -230,6 +230,15 @@ class GrpoConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def evaluation_asks_other_prompts(self) -> Self:
+        if self.eval is not None and self.eval.task is None and self.task.path is not None:
+            raise ValueError(
+                f"eval.task: without it, the prompts of {self.task.path} would be asked, which are "
+                "trained on; give a task with a path of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def environment_is_of_use(self) -> Self:
         environment, group_size = self.environment, self.algorithm.group_size
         if environment.min_group > group_size:

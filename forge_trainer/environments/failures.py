@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from forge_trainer.tasks import is_cancelled
+
 from .reward_calls import raised
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,10 @@ async def within(seconds: float, ask: Callable[[], Awaitable[T]], *, name: str, 
     try:
         async with limit:
             return await ask()
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        # Whoever cancels us is obeyed, whatever was made of it; what cancels itself has failed.
+        if is_cancelled():
+            raise asyncio.CancelledError from error
         late = limit.expired() and isinstance(error, TimeoutError)
         what = f"took longer than {seconds:g} s" if late else raised(error)
         raise EpisodeError(name, f"{verb} {what}".strip()) from error

@@ -73,10 +73,13 @@ class GuardedEnvironment:
         reply = await self._ask("step", lambda: self._environment.step(message, stop_reason))
         if not isinstance(reply, Reply):
             raise EpisodeError(self._name, f"step gave a {type(reply).__name__}, not a Reply")
-        self._require_numbers("reward", reply.rewards)
-        self._require_numbers("metric", reply.metrics)
-        if not reply.done:
-            self._require_messages("step", reply.messages)
+        try:
+            self._require_numbers("reward", reply.rewards)
+            self._require_numbers("metric", reply.metrics)
+            if not reply.done:
+                self._require_messages("step", reply.messages)
+        except (AttributeError, TypeError) as error:
+            raise EpisodeError(self._name, f"step gave a Reply that is none: {error}") from error
         return reply
 
     async def close(self) -> None:
@@ -101,5 +104,7 @@ class GuardedEnvironment:
 
     def _require_numbers(self, kind: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
+            if not isinstance(name, str):
+                raise EpisodeError(self._name, f"step gave a {kind} with the name {name!r}")
             if isinstance(answer := read_number(value), str):
                 raise EpisodeError(self._name, f"step {answer}, as the {kind} {name!r}")

@@ -58,6 +58,8 @@ def batch_metrics(
     values |= metric_values(merge_metrics(one.metrics for one in optim))
     mixed = sum(has_signal(group) for group in groups)
     row: dict[str, float] = {
+        # First, so that a reward called `mean` takes nobody's place.
+        **_means("reward", [e.rewards for e in counted]),
         "step": optim[-1].step,
         "policy_version": min(e.policy_version for e in episodes),
         "reward/mean": _mean([e.reward for e in counted]),
@@ -68,7 +70,6 @@ def batch_metrics(
         "rollout/failed": _mean([float(e.status == "failed") for e in episodes]),
         "rollout/excluded": 1 - len(counted) / len(episodes),
         "rollout/turns": _mean([float(e.num_turns) for e in episodes]),
-        **_means("reward", [e.rewards for e in counted]),
         **_means("environment", [e.metrics for e in episodes]),
         "rollout/unscored_tokens": count_unscored(episodes),
         "trainer/loss": values.pop("loss/mean"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from forge_trainer.types import Episode, Prompt
 
 from .rollout import SampleGroup, episodes_of
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Evaluation:
     """Who is asked what, and when. Sampling has seeds of its own and changes no other."""
 
@@ -23,30 +26,42 @@ class Evaluation:
     prompts: Sequence[Prompt]
     """The same each time."""
     sample_group: SampleGroup
+    _is_running: bool = False
+    _last_step: int | None = None
 
     async def run_at_start(self, reporter: Reporter) -> None:
         """Before the first update, if asked for."""
         if self.config.at_start:
             await self.run(reporter, step=0)
 
-    async def run_if_due(self, reporter: Reporter, *, before: int, step: int, last: bool) -> None:
-        """If an interval ended between the steps, or nothing follows."""
+    async def run_if_due(self, reporter: Reporter, *, before: int, step: int) -> None:
+        """If an interval ended between the steps, unless the evaluation before is still running."""
         every = self.config.every
-        if step > before and (step // every > before // every or last):
+        if step // every <= before // every:
+            return
+        if self._is_running:
+            logger.warning("no evaluation at step %d: the one before is still running", step)
+            return
+        await self.run(reporter, step=step)
+
+    async def run_at_end(self, reporter: Reporter, *, step: int) -> None:
+        """Of the last step, if it has not been evaluated."""
+        if self._last_step != step:
             await self.run(reporter, step=step)
 
     async def run(self, reporter: Reporter, *, step: int) -> dict[str, float]:
         """Ask everything at once; the row, which is also reported.
 
-        New weights may arrive meanwhile where updates are not synchronous: the row says which
-        versions have answered.
+        New weights may arrive meanwhile: the row says which versions have answered.
         """
         start = time.perf_counter()
+        self._is_running, self._last_step = True, step
         async with first_error() as asking:
             tasks = [
                 asking.create_task(self._ask(prompt, index), name=f"eval {index}")
                 for index, prompt in enumerate(self.prompts)
             ]
+        self._is_running = False
         groups = [group for task in tasks if (group := task.result())]
         row = {"step": float(step), **evaluation_metrics(groups, self.config)}
         row["eval/failed_prompts"] = float(len(self.prompts) - len(groups))

@@ -14,15 +14,26 @@ class Pipeline:
         self.replay = replay
         self._changed = asyncio.Condition()
         self._step = 0
-        self._ended = False
+        self._ended = self._stopped = False
         self._sampling: dict[int, asyncio.Task[None]] = {}
 
     async def admit(self) -> list[int]:
-        """Wait for free slots; the numbers of the groups that they are for, all that there are."""
+        """Wait for free slots; the numbers of the groups that they are for, all that there are.
+        None once nothing more is wanted."""
         async with self._changed:
-            while not (indices := list(iter(self.replay.admit, None))):
+            while not self._stopped:
+                if indices := list(iter(self.replay.admit, None)):
+                    return indices
                 await self._changed.wait()
-            return indices
+            return []
+
+    async def stop(self) -> None:
+        """Nothing more is wanted: give up what is being sampled."""
+        async with self._changed:
+            self._stopped = True
+            for task in self._sampling.values():
+                task.cancel()
+            self._changed.notify_all()
 
     def watch(self, index: int, task: asyncio.Task[None]) -> None:
         """Cancel `task` if its group is given up."""
@@ -53,6 +64,8 @@ class Pipeline:
             while (batch := self.replay.take(self._step)) is None:
                 if self._ended and not self.replay.num_sampling:
                     return None
+                # Some may have been dropped, whose slots are free.
+                self._changed.notify_all()
                 await self._changed.wait()
             for index in batch.abandoned:
                 if (task := self._sampling.get(index)) is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from forge_trainer.errors import RolloutError
 from forge_trainer.replay import Group
-from forge_trainer.tasks import first_error
+from forge_trainer.tasks import first_error, is_cancelled, left_behind
 from forge_trainer.types import Episode, Prompt
 
 from .pipeline import Pipeline
@@ -28,10 +30,13 @@ async def run_rollout(
         ended = False
         while not ended:
             indices = await pipeline.admit()
-            # On a thread: a prompt may have to be read from a file, or made.
-            taken = await asyncio.to_thread(_take, prompts, len(indices))
+            if not indices:
+                break
+            taken = await left_behind(functools.partial(_take, prompts, len(indices)))
             ended = len(taken) < len(indices)
             for index, prompt in zip(indices, taken, strict=False):
+                if not pipeline.replay.is_wanted(index):
+                    continue
                 one = _sample(prompt, index, sample_group, pipeline)
                 pipeline.watch(index, sampling.create_task(one, name=f"group {index}"))
             for index in indices[len(taken) :]:
@@ -40,13 +45,20 @@ async def run_rollout(
 
 
 def _take(prompts: Iterator[Prompt], number: int) -> list[Prompt]:
+    """On a thread: a prompt may have to be read from a file, or made."""
     return list(itertools.islice(prompts, number))
 
 
 async def _sample(
     prompt: Prompt, index: int, sample_group: SampleGroup, pipeline: Pipeline
 ) -> None:
-    group = await sample_group(prompt, index)
+    try:
+        group = await sample_group(prompt, index)
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        # A task that ends like this is an error for nobody, and its slot would stay taken.
+        raise RolloutError(f"group {index} cancelled itself") from error
     if group is None or (not has_signal(group) and pipeline.replay.may_replace()):
         await pipeline.discard(index)
     else:

@@ -84,7 +84,6 @@ class BatchDone:
     """Numbers that are known already."""
     before: int
     """Updates before it."""
-    last: bool
 
 
 async def run_training(
@@ -114,6 +113,8 @@ async def run_training(
                 logger.warning("the prompts have come to their end after %d updates", step)
                 break
             row = {"time/wait_rollout_s": time.perf_counter() - start}
+            if index == last_index:
+                await pipeline.stop()
             row |= staleness_metrics(batch.groups, pipeline.replay, policy_version=step)
             row |= watchers.counts()
             groups = batch.groups
@@ -133,8 +134,10 @@ async def run_training(
             row["time/step_s"] = time.perf_counter() - start
             num_tokens = sum(episode.num_tokens for episode in episodes_of(groups))
             row["trainer/tokens_per_s"] = num_tokens / row["time/step_s"]
-            done = BatchDone(groups, results, row, before=before, last=index == last_index)
+            done = BatchDone(groups, results, row, before=before)
             group.create_task(_report(last, done, watchers), name=f"report {step}")
+    if watchers.evaluation is not None:
+        await watchers.evaluation.run_at_end(watchers.reporter, step=step)
     await trainer.wait_for_save()
     if saved != step:
         await trainer.save()
@@ -191,9 +194,7 @@ async def _report(
     watchers.reporter.report_step(numbers, list(episodes_of(done.groups)))
     if watchers.evaluation is not None:
         step = int(numbers["step"])
-        await watchers.evaluation.run_if_due(
-            watchers.reporter, before=done.before, step=step, last=done.last
-        )
+        await watchers.evaluation.run_if_due(watchers.reporter, before=done.before, step=step)
 
 
 async def train_batch(

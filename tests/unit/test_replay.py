@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_trainer.errors import EngineError
+from forge_trainer.errors import EngineError, RolloutError
 from forge_trainer.replay import Replay
 from forge_trainer.run.pipeline import Pipeline
 from forge_trainer.run.rollout import run_rollout
@@ -286,3 +286,52 @@ def test_what_is_given_up_is_cancelled() -> None:
     pipeline = Pipeline(Replay(groups_per_step=2, oversampled=1))
     assert _run(pipeline, sample, 1, prompts()) == [0, 2]
     assert cancelled == [1]
+
+
+def test_what_was_oversampled_is_given_up_whoever_is_late() -> None:
+    """Two replaced groups once made the window end before the fifth that was finished."""
+    replay = Replay(groups_per_step=4, oversampled=2)
+    admitted(replay, 6)
+    for index in (1, 2):
+        replay.discard(index)
+    assert admitted(replay, 2) == [6, 7]
+    for index in (3, 4, 5, 6):
+        replay.add(index, group(0, group_id=index))
+    batch = replay.take(0)
+    assert batch is not None
+    assert [g[0].group_id for g in batch.groups] == [3, 4, 5, 6]
+    assert batch.abandoned == [0, 7]
+    replay.release()
+    assert len(admitted(replay, 6)) == 6
+
+
+def test_nothing_is_sampled_after_the_last_batch() -> None:
+    """One that failed beside the last save once took the run's checkpoint with it."""
+    begun: list[int] = []
+
+    async def sample(prompt: Prompt, index: int) -> Sequence[Episode]:
+        begun.append(index)
+        if index >= 2:
+            await asyncio.Event().wait()
+        return group(0, group_id=index)
+
+    pipeline = Pipeline(Replay(groups_per_step=2, max_staleness=1))
+
+    async def scenario() -> None:
+        async with asyncio.timeout(A_HANG_S), asyncio.TaskGroup() as both:
+            rollout = both.create_task(run_rollout(prompts(), sample, pipeline))
+            assert await pipeline.take() is not None
+            await pipeline.stop()
+            await pipeline.release_batch()
+            await rollout
+
+    asyncio.run(scenario())
+    assert max(begun) <= 3
+
+
+def test_a_group_that_cancels_itself_is_an_error_and_no_hang() -> None:
+    async def sample(prompt: Prompt, index: int) -> Sequence[Episode]:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RolloutError, match="group 0 cancelled itself"):
+        _run(Pipeline(Replay(groups_per_step=1)), sample, 1, prompts())

@@ -13,7 +13,7 @@ class AsyncConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """S: batches that rollout may be ahead. 0: sampling and training take turns, and all is
     on-policy. Otherwise (S + 1) * groups_per_step groups are sampled, waiting or being trained on
-    at one time, and no token that is trained on is older than S + 1 batches' updates."""
+    at one time, which bounds the age of tokens that are trained on; see docs/asynchrony.md."""
     oversampling: Annotated[float, Field(ge=0.0, le=4.0)] = 0.0
     """Groups that are sampled beyond those a batch needs, as a share of it; the last to finish are
     given up. It shortens the wait for stragglers, and favours what is answered shortly."""

@@ -9,7 +9,7 @@ from typing import Any
 from forge_trainer.config import EnvironmentConfig
 from forge_trainer.errors import ConfigError
 from forge_trainer.functional.seeds import opening_seed
-from forge_trainer.tasks import run_with_background
+from forge_trainer.tasks import is_cancelled, run_with_background
 from forge_trainer.types import EpisodeStatus
 
 from ..acting import Acting
@@ -57,7 +57,7 @@ class AgentDriver:
         try:
             given = await self._agent.run(call)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             if session.limit is None:
                 raise self._failed(error) from error
@@ -82,12 +82,6 @@ class AgentDriver:
                 raise EpisodeError(self._agent.name, f"{number}, as the reward {name!r}")
             rewards[str(name)] = number
         return rewards
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody else cancels this task, rather than what it awaits itself."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _require_host(host: Any) -> str:
