@@ -119,17 +119,23 @@ Metrics = Mapping[str, Metric]
 
 
 def as_floats(metrics: Metrics) -> dict[str, Metric]:
-    """The same metrics with plain floats in place of tensors."""
-    return {
-        key: type(metric)(*(_plain(getattr(metric, f.name)) for f in dataclasses.fields(metric)))
-        for key, metric in metrics.items()
-    }
+    """The same metrics with plain floats in place of tensors.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a tensor holds more than one number, where one belongs.
+    """
+    return {key: _with_floats(metric) for key, metric in metrics.items()}
 
 
-def _plain(value: Any) -> Any:
-    """A float, or floats, from a tensor or from what is plain already."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    return tuple(values) if isinstance(values, list | tuple) else float(values)
+def _with_floats(metric: Any) -> Metric:
+    if isinstance(metric, Quantile):
+        # All at once: a GPU would be asked for each of them otherwise.
+        counts: Any = metric.counts
+        plain = counts.tolist() if hasattr(counts, "tolist") else counts
+        return Quantile(tuple(float(count) for count in plain), metric.share)
+    values = (float(getattr(metric, field.name)) for field in dataclasses.fields(metric))
+    result: Metric = type(metric)(*values)
+    return result
 
 
 def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:

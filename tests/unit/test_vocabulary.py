@@ -13,7 +13,16 @@ from forge_trainer import errors
 from forge_trainer.controller.fleet import GeneratorFleet
 from forge_trainer.controller.trainer import TrainerHandle
 from forge_trainer.errors import ForgeTrainerError, WorkerLostError
-from forge_trainer.metrics import Last, Max, Mean, Sum, as_floats, merge_metrics, metric_values
+from forge_trainer.metrics import (
+    Last,
+    Max,
+    Mean,
+    Quantile,
+    Sum,
+    as_floats,
+    merge_metrics,
+    metric_values,
+)
 from forge_trainer.processes.generator_handle import GeneratorHandle
 from forge_trainer.protocols import Generator, Trainer
 
@@ -50,6 +59,14 @@ def test_merging_two_kinds_under_one_key_is_an_error() -> None:
 def test_as_floats_takes_tensors_off_the_device() -> None:
     metrics = as_floats({"a": Mean(torch.tensor(3.0), torch.tensor(2))})  # type: ignore[arg-type]
     assert metrics == {"a": Mean(3.0, 2.0)}
+    quantile = Quantile(torch.tensor([1.0, 2.0]), 0.5)  # type: ignore[arg-type]
+    assert as_floats({"b": quantile}) == {"b": Quantile((1.0, 2.0), 0.5)}
+
+
+def test_a_metric_of_one_number_takes_no_vector() -> None:
+    """For a time it did, and failed only where ranks were merged."""
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        as_floats({"a": Mean(torch.tensor([1.0, 2.0]), 1)})  # type: ignore[arg-type]
 
 
 def test_public_names_are_exactly_these() -> None:
