@@ -59,7 +59,7 @@ KEYS = {
 
 def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    short = ["--run.steps", "4", "--algorithm.groups_per_step", "4"]
+    short = ["--run.steps", "4"]
     options = [*TINY, *short, "--run.folder", str(folder), "--trainer.checkpoint_interval", "2"]
     code, out, err = run_app(APP, *options)
     assert (code, err) == (0, ""), err
@@ -95,7 +95,7 @@ def test_a_short_run_leaves_all_its_files(tmp_path: Path) -> None:
 def test_a_run_whose_weights_travel_over_torchstore(tmp_path: Path) -> None:
     """All that differs from shared memory is how the weights came: the gap shows that they did."""
     folder = tmp_path / "run"
-    options = ["--run.steps", "4", "--algorithm.groups_per_step", "4", "--run.folder", str(folder)]
+    options = ["--run.steps", "4", "--run.folder", str(folder)]
     over = ["--config", "configs/grpo_tiny.yaml", "--weights.transport", "torchstore"]
     code, _, err = run_app(APP, *over, *options)
     assert (code, err) == (0, ""), err
