@@ -114,7 +114,7 @@ async def _on_hosts(name: str, hosts: Sequence[str]) -> AsyncIterator[ProcMesh]:
     """A process on each of these hosts of a run, which all are this machine."""
     mesh = this_host().spawn_procs(
         per_host={"ranks": len(hosts)},
-        bootstrap=functools.partial(_bootstrap, name, 1, None),
+        bootstrap=functools.partial(_bootstrap, name, 1, None, first_rank=0, takes_output=False),
         bootstrap_command=lambda point: default_bootstrap_cmd().with_env(
             {"FORGE_TRAINER_HOST": hosts[point["ranks"]]}
         ),
