@@ -353,8 +353,6 @@ def test_a_function_that_fails_is_named_with_its_item() -> None:
 
 def test_a_task_without_a_reward_is_for_environments_that_judge(tmp_path: Path) -> None:
     config = write_jsonl(tmp_path, ROWS).model_copy(update={"columns": SUMS})
-    task = make_task(config, seed=0, needs_reward=False)
-    assert task.reward is not None
-    prompt = next(task.prompts)
+    assert make_task(config, seed=0, needs_reward=False).reward is None
     with pytest.raises(ConfigError, match="task.reward: jsonl brings none of its own"):
-        task.reward("", prompt)
+        make_task(config, seed=0)
